@@ -1,0 +1,60 @@
+# `make demo` and `make test` need Python 3.11 or newer, a C++ compiler and make; they install all else themselves.
+PYTHON ?= python3
+VENV := .venv
+# Runtime, formats and rules are tested on the oldest supported JAX too.
+OLDEST := .venv-oldest
+PIP := -m pip install -q --disable-pip-version-check -c constraints.txt
+JOBS ?= 2
+
+.PHONY: demo test lint tests tests-oldest package test-all format clean
+
+demo: $(VENV)/demo
+	$(VENV)/bin/python -m lowbit.demo
+
+# Budget on two cores: lint 1 minute, tests 8, oldest JAX 6, package 2.
+test: lint tests tests-oldest package
+
+lint: $(VENV)/test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+tests: $(VENV)/test
+	$(VENV)/bin/python -m pytest -n $(JOBS)
+
+tests-oldest: $(OLDEST)/test
+	$(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" tests
+
+# sdist and wheel, and the wheel alone in an empty environment outside of the tree.
+package: $(VENV)/test
+	rm -rf dist
+	$(VENV)/bin/python -m build -q
+	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \
+	$(PYTHON) -m venv $$dir/venv; \
+	$$dir/venv/bin/python -m pip install -q --disable-pip-version-check dist/*.whl; \
+	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))))"
+
+# Everything slow goes here as it comes.
+test-all: test
+
+format: $(VENV)/test
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+$(VENV)/demo: pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) -e .
+	touch $@
+
+$(VENV)/test: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) -e '.[test,frameworks,lint]'
+	touch $@
+
+$(OLDEST)/test: pyproject.toml constraints.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP) -e '.[test]' jax==0.7.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) dist

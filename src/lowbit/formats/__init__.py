@@ -1,0 +1,7 @@
+"""What the bits mean. One file per format; no primitives, no platforms."""
+
+from ._quantized import FORMATS as FORMATS
+from ._quantized import Format as Format
+from ._quantized import QuantizedArray as QuantizedArray
+from ._quantized import register_format as register_format
+from .int8 import Array8B as Array8B

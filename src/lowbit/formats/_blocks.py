@@ -1,0 +1,113 @@
+"""Arithmetic on blocks and packed bytes, shared by all formats.
+
+*Spans* say how many array elements one stored element covers along each of the last axes: 1 for one each, 64 for
+blocks of 64 (the last may be short), `WHOLE` for one on the whole axis. Axes before them have span 1.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+WHOLE = 0
+
+
+def span_of(spans: Sequence[int], axis: int) -> int:
+    """The span along `axis`, counted from the end."""
+    return spans[axis] if -axis <= len(spans) else 1
+
+
+def trimmed(spans: Sequence[int]) -> tuple[int, ...]:
+    """Without the ones in front, so that equal spans are equal tuples."""
+    found = [i for i, span in enumerate(spans) if span != 1]
+    return tuple(spans[found[0] :]) if found else ()
+
+
+def stored_length(length: int, span: int) -> int:
+    return 1 if span == WHOLE else -(-length // span)
+
+
+def axis_slice(x: jax.Array, axis: int, start: int, stop: int) -> jax.Array:
+    return x if (start, stop) == (0, x.shape[axis]) else lax.slice_in_dim(x, start, stop, axis=axis)
+
+
+def repeated(x: jax.Array, axis: int, times: int, length: int) -> jax.Array:
+    """Each element `times` times along `axis` (from the end), cut to `length`."""
+    if times == 1:
+        return axis_slice(x, axis, 0, length)
+    at = x.ndim + axis
+    # Broadcast and reshape rather than `jnp.repeat`, which cannot infer the sharding on an explicit mesh.
+    wide = lax.broadcast_in_dim(
+        x, (*x.shape[: at + 1], times, *x.shape[at + 1 :]), [i + (i > at) for i in range(x.ndim)]
+    )
+    return axis_slice(wide.reshape(*x.shape[:at], -1, *x.shape[at + 1 :]), axis, 0, length)
+
+
+def spread(x: jax.Array, spans: Sequence[int], shape: Sequence[int]) -> jax.Array:
+    """One element per array element; size 1 is left on axes that one element covers whole."""
+    for axis in range(-len(spans), 0):
+        if spans[axis] != WHOLE:
+            x = repeated(x, axis, spans[axis], shape[axis])
+    return x
+
+
+def _reduce(fn: Callable[..., jax.Array], x: jax.Array, spans: Sequence[int]) -> jax.Array:
+    for axis in range(-len(spans), 0):
+        span = spans[axis]
+        if span == WHOLE:
+            x = fn(x, axis=axis, keepdims=True)
+        elif span > 1:
+            at, length = x.ndim + axis, x.shape[axis]
+            short = -length % span
+            if short:
+                x = jnp.pad(x, [(0, short if i == at else 0) for i in range(x.ndim)])
+            x = fn(x.reshape(*x.shape[:at], (length + short) // span, span, *x.shape[at + 1 :]), axis=at + 1)
+    return x
+
+
+def block_max(x: jax.Array, spans: Sequence[int]) -> jax.Array:
+    """The largest element of each block. For x >= 0: a short block counts as filled with zeros."""
+    return _reduce(partial(jnp.max, initial=0), x, spans)
+
+
+def block_sum(x: jax.Array, spans: Sequence[int]) -> jax.Array:
+    return _reduce(jnp.sum, x, spans)
+
+
+def block_count(shape: Sequence[int], spans: Sequence[int]) -> np.ndarray:
+    """How many elements each block has, with size 1 on axes where that is the same everywhere."""
+    count = np.ones([1] * len(shape), np.float32)
+    for axis in range(-len(spans), 0):
+        length, span = shape[axis], spans[axis] or max(shape[axis], 1)
+        starts = np.arange(0, max(length, 1), span)
+        sizes = np.minimum(span, length - starts).astype(np.float32)
+        if span > 1:
+            count = count * sizes.reshape([-1 if i == axis else 1 for i in range(-len(shape), 0)])
+    return count
+
+
+def pack(codes: jax.Array, per_byte: int) -> jax.Array:
+    """`per_byte` codes in each uint8 along the last axis, the first in the highest bits, zeros at the end."""
+    if per_byte == 1:
+        return codes
+    bits = 8 // per_byte
+    short = -codes.shape[-1] % per_byte
+    codes = jnp.pad(codes.astype(jnp.uint8), [(0, 0)] * (codes.ndim - 1) + [(0, short)])
+    groups = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_byte, per_byte)
+    packed = jnp.zeros(groups.shape[:-1], jnp.uint8)
+    for i in range(per_byte):
+        packed = packed | (groups[..., i] << np.uint8(8 - bits * (i + 1)))
+    return packed
+
+
+def unpack(packed: jax.Array, per_byte: int) -> jax.Array:
+    """The codes of `pack`, with those of the filled-up end."""
+    if per_byte == 1:
+        return packed
+    bits = 8 // per_byte
+    shifts = (8 - bits * (np.arange(per_byte) + 1)).astype(np.uint8)
+    codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * per_byte)

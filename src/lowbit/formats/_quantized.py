@@ -1,0 +1,348 @@
+"""QuantizedArray: what every format fulfils, and the table of formats.
+
+A format is a subclass with its parts, `quantize`, `levels`, and a row in the table. All else is here and in `rules/`.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from lowbit.runtime import ImplicitArray, aux_field
+
+from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed
+
+# A format's parts are final as dataclass fields and given by their documented names, so `__init__` is written once.
+stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+
+
+@stored
+class QuantizedArray(ImplicitArray):
+    """An array stored as codes and scales: `level(code) * scale`, in float32, read as `dtype`.
+
+    - Every part has the rank and the axis order of the array, with a span for each axis (see `_blocks`).
+    - Codes are packed along the last stored axis, `packing[part]` of them in each stored element.
+    - `transposed`: the last two axes are stored swapped.
+    - `index`: the array is these layers of the first stored axis: `shape == index.shape + (shape of a layer)`.
+      Only inside of `implicit`; what leaves it has its layers taken out.
+    - `spans` and `lengths` speak of stored axes, counted from the end, so that a leading axis may come and go.
+    - `lengths`: of the axes whose last byte or block is not full, for which the parts alone do not tell.
+    - The parts are constants: gradients stop at them.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    index: jax.Array | None
+    dtype: np.dtype = aux_field()
+    spans: tuple[int, ...] = aux_field()
+    lengths: tuple[tuple[int, int], ...] = aux_field()
+    transposed: bool = aux_field()
+
+    # The documented names of the parts, in the order of the constructor.
+    part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
+
+    # --- what a format says
+
+    @property
+    def packing(self) -> dict[str, int]:
+        """How many codes one stored element of each code part holds along the last stored axis."""
+        return {"codes": 1}
+
+    def levels(self, *code_parts: jax.Array) -> jax.Array:
+        """The float32 values of the codes before scaling, in order along the last axis.
+
+        Law: `materialize() == levels(...) * scale`. It must be plain jnp on any tile of the parts, since kernels
+        call it inside of theirs; of `self` it may use static fields only.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def quantize(cls, array: Any, *args: Any, **options: Any) -> Self:
+        """The nearest array of this format."""
+        raise NotImplementedError
+
+    def scale_values(self) -> jax.Array:
+        """The scales as float32, where a format stores them otherwise."""
+        return self.scales
+
+    # --- making one
+
+    def __init__(self, *parts: Any, **given: Any):
+        names = list(self.part_names)
+        if len(parts) == 1 and not any(name in given for name in names):
+            array = type(self).quantize(parts[0], **given)
+        else:
+            array = self.from_parts(**dict(zip(names, parts)), **given)
+        self.__dict__.update(array.__dict__)
+
+    @classmethod
+    def build(cls, *, shape: Sequence[int], dtype: Any, spans: Sequence[int], **fields: Any) -> Self:
+        """An array of stored `shape` from its fields, by their own names."""
+        new = object.__new__(cls)
+        new.__dict__.update({"index": None, "transposed": False, "lengths": ()}, dtype=np.dtype(dtype), **fields)
+        return new.reshaped(shape, spans)
+
+    def reshaped(self, shape: Sequence[int], spans: Sequence[int], **changes: Any) -> Self:
+        """The array with other parts, of another stored shape."""
+        new = self.replace(spans=trimmed(spans), **changes)
+        covers = new.part_spans().values()
+        lengths = (
+            (axis, shape[axis])
+            for axis in range(-len(shape), 0)
+            if any((span := span_of(spans, axis)) > 1 and shape[axis] % span for spans in covers)
+        )
+        return new.replace(lengths=tuple(lengths))
+
+    @classmethod
+    def from_parts(
+        cls, *, dtype: Any = np.float32, axis: Any = None, block_size: int | None = None, **parts: Any
+    ) -> Self:
+        """From the stored parts by their documented names; `axis` and `block_size` where the shapes do not tell."""
+        missing = [name for name in cls.part_names if name not in parts]
+        unknown = [name for name in parts if name not in cls.part_names]
+        if missing or unknown:
+            raise TypeError(
+                f"{cls.__name__} is made of {', '.join(cls.part_names)}: "
+                f"missing {missing or 'none'}, not known {unknown or 'none'}."
+            )
+        codes, scales = (jnp.asarray(parts[name]) for name in cls.part_names)
+        shape, spans = codes.shape, []
+        for at in range(-codes.ndim, 0):
+            many = scales.shape[at] if scales.ndim == codes.ndim else 0
+            if many in (1, shape[at]):
+                spans.append(1 if many == shape[at] else WHOLE)
+            else:
+                spans.append(block_size or (-(-shape[at] // many) if many else 1))
+        if axis is not None:
+            spans = axis_spans(shape, axis, block_size)
+        new = cls.build(codes=codes, scales=scales, shape=shape, dtype=dtype, spans=spans)
+        _ = new.shape  # raises if the parts do not fit each other
+        return new
+
+    def replace(self, **changes: Any) -> Self:
+        """The same array with some fields changed."""
+        fields, static = self._fields()
+        new = object.__new__(type(self))
+        kept = {name: self.__dict__[name] for name in (*fields, *static) if name in self.__dict__}
+        new.__dict__.update(kept, **changes)
+        return new
+
+    # --- what it is
+
+    def part_spans(self) -> dict[str, tuple[int, ...]]:
+        """The spans of every part that is there."""
+        return {**{name: (n,) if n > 1 else () for name, n in self.packing.items()}, "scales": self.spans}
+
+    def parts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.part_spans()}
+
+    @functools.cached_property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape as stored: the stack that `index` chooses from, the last two axes in their stored order."""
+        parts, spans, lengths = self.parts(), self.part_spans(), dict(self.lengths)
+        ranks = {name: len(part.shape) for name, part in parts.items()}
+        if len(set(ranks.values())) > 1:
+            raise ValueError(
+                f"The parts of this {type(self).__name__} no longer have the same number of axes: {ranks}. "
+                "Slice, map and shard the array itself, not its parts."
+            )
+        shape = []
+        for axis in range(-ranks["codes"], 0):
+            stored = {name: part.shape[axis] for name, part in parts.items()}
+            covers = {name: span_of(spans[name], axis) for name in parts}
+            known = {stored[name] * covers[name] for name in parts if covers[name] != WHOLE}
+            length = lengths.get(axis, min(known, default=1))
+            # A part may cover more than there is only in a last block or byte, of whose length `lengths` knows.
+            if any(stored[name] != stored_length(length, covers[name]) for name in parts) or (
+                axis not in lengths and len(known) > 1
+            ):
+                raise ValueError(
+                    f"The parts of this {type(self).__name__} no longer fit each other on axis {axis}: they have "
+                    f"{stored} elements there, covering {covers} array elements each"
+                    + (f" of {lengths[axis]}. " if axis in lengths else ". ")
+                    + "Slice, map and shard the array itself, not its parts."
+                )
+            shape.append(length)
+        return tuple(shape)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.stored_shape
+        if self.index is not None:
+            shape = (*self.index.shape, *shape[1:])
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    @property
+    def axis(self) -> tuple[int, ...]:
+        """The axes along which elements share a scale, from the end."""
+        found = (a for a in range(-len(self.spans), 0) if self.spans[a] != 1)
+        return tuple(sorted(self.swapped(a) for a in found))
+
+    @property
+    def block_size(self) -> int | None:
+        """How many elements share a scale along `axis`; None for all of it."""
+        return next((span for span in self.spans if span > 1), None)
+
+    def swapped(self, axis: int) -> int:
+        """An axis of the array as a stored one, or back."""
+        return -3 - axis if self.transposed and axis in (-1, -2) else axis
+
+    def logical_view(self, part: jax.Array) -> jax.Array:
+        """A part in the axis order of the array."""
+        return jnp.matrix_transpose(part) if self.transposed else part
+
+    @property
+    def weight(self) -> jax.Array:
+        return self.logical_view(self.resolved().codes)
+
+    @property
+    def scale(self) -> jax.Array:
+        return self.logical_view(self.resolved().scales)
+
+    # --- back to numbers
+
+    def decode(self) -> jax.Array:
+        """The float32 values in stored order, of the layers chosen."""
+        array = self.resolved()
+        shape = array.stored_shape
+        codes = array.levels(*(getattr(array, name) for name in array.packing))
+        scales = spread(lax.stop_gradient(array.scale_values()), array.spans, shape)
+        return axis_slice(codes, -1, 0, shape[-1]) * scales
+
+    def materialize(self) -> jax.Array:
+        return self.logical_view(self.decode()).astype(self.dtype)
+
+    dequantize = materialize
+
+    def resolved(self) -> Self:
+        index = self.index
+        if index is None:
+            return self
+
+        def layers(part: jax.Array, _: Any) -> jax.Array:
+            if index.ndim == 0:
+                return lax.dynamic_index_in_dim(part, index, 0, keepdims=False)
+            return jnp.take(part, index, axis=0, mode="clip")
+
+        return self.map_parts(layers, index=None)
+
+    def map_parts(self, fn: Callable[[Any, tuple[int, ...]], Any], **changes: Any) -> Self:
+        """The same array with `fn(part, its spans)` in the place of each part."""
+        spans = self.part_spans()
+        return self.replace(**{name: fn(part, spans[name]) for name, part in self.parts().items()}, **changes)
+
+    def delete(self) -> None:
+        """Free the memory of the parts; the array can not be used after."""
+        for part in jax.tree.leaves(self):
+            part.delete()
+
+    # --- sharding
+
+    def part_specs(self, spec: PartitionSpec) -> Any:
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        if self.transposed:
+            entries[-2:] = entries[:-3:-1]
+        if self.index is not None:
+            entries[: self.index.ndim] = [None]
+
+        def along(_: Any, spans: tuple[int, ...]) -> PartitionSpec:
+            first = -len(entries)
+            return PartitionSpec(*(None if span_of(spans, first + i) == WHOLE else e for i, e in enumerate(entries)))
+
+        return self.map_parts(along, index=None if self.index is None else PartitionSpec())
+
+    def logical_spec(self) -> PartitionSpec | None:
+        sharding: Any = getattr(self.codes, "sharding", None)
+        if not hasattr(sharding, "spec"):
+            return None
+        spec = (*sharding.spec, *[None] * (len(self.codes.shape) - len(sharding.spec)))
+        if self.index is not None:
+            spec = (*[None] * self.index.ndim, *spec[1:])
+        return PartitionSpec(*spec[:-2], spec[-1], spec[-2]) if self.transposed else PartitionSpec(*spec)
+
+
+# --- what every `quantize` starts and ends with
+
+
+def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:
+    """Spans for one scale along `axis` (an int or several), or one for each block of a single axis."""
+    ndim = len(shape)
+    axes = tuple(operator.index(a) for a in (axis if isinstance(axis, (tuple, list)) else (axis,)))
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(f"axis {a} is out of range for an array of shape {tuple(shape)}.")
+    if block_size is not None and len(axes) != 1:
+        raise ValueError(f"block_size={block_size} needs a single axis, not {axes}.")
+    spans = [1] * ndim
+    for a in axes:
+        spans[a] = WHOLE if block_size is None else block_size
+    return tuple(spans)
+
+
+def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Array:
+    """The dense array to be quantized, or an error that says what to pass instead."""
+    if isinstance(array, ImplicitArray):
+        raise TypeError(
+            f"Cannot quantize a {type(array).__name__} to {format!r}: it is quantized already. "
+            "Pass its .materialize() to quantize it once more."
+        )
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating) and not (
+        integers and jnp.issubdtype(array.dtype, jnp.signedinteger)
+    ):
+        raise TypeError(
+            f"Cannot quantize an array of dtype {array.dtype} to {format!r}: pass a floating-point array, "
+            "for instance array.astype(jnp.float32)."
+        )
+    if array.ndim == 0:
+        raise ValueError(f"Cannot quantize a scalar to {format!r}: pass an array with at least one axis.")
+    return array
+
+
+def finite_or_nan(scales: jax.Array) -> jax.Array:
+    """Scales as stored: a block with NaN or infinity in it gets a NaN, and so reads as NaN."""
+    scales = scales.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+
+
+def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str) -> None:
+    """Outside of a trace, say what is wrong with the input. Reads the scales; the input only to say where."""
+    if isinstance(scales, Tracer) or not bool(jnp.isnan(scales).any()):
+        return
+    # A float64 beyond float32 is finite, but its scale is not.
+    bad = ~np.isfinite(np.asarray(array).astype(np.float32))
+    first = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise ValueError(
+        f"Cannot quantize to {format!r}: {int(bad.sum())} of {array.size} values are NaN or infinite in float32, "
+        f"the first is {array[first]} at {first}."
+    )
+
+
+# --- the table of formats
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A row of the table: how to quantize to a format, and what it costs."""
+
+    name: str
+    quantize: Callable[..., QuantizedArray]  # (array, *, axis, block_size)
+    error: float  # root mean square error on N(0, 1), in its default setting
+    bits: float  # per weight, scales not counted
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register_format(format: Format) -> Format:
+    """Add a row: from then on every test, tool and `quantize` knows the format by its name."""
+    FORMATS[format.name] = format
+    return format

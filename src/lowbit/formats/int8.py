@@ -1,0 +1,69 @@
+"""int8: 8 bits a weight.
+
+    value = code * scale,  scale = max |w| / 127 over the elements that share it
+
+Parts: `weight` int8 in [-127, 127], of the array's shape; `scale` float32, size 1 along the axes that share a scale,
+or one for each block. Rounding is to nearest even, so the error of an element is at most scale / 2.
+A slice of zeros has scale 0 and stays zero.
+"""
+
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from ._blocks import block_max, spread
+from ._quantized import (
+    Format,
+    QuantizedArray,
+    axis_spans,
+    checked_input,
+    finite_or_nan,
+    raise_if_not_finite,
+    register_format,
+    stored,
+)
+
+
+@stored
+class Array8B(QuantizedArray):
+    """An array in 8 bits: `weight * scale`. `Array8B(w)` quantizes; `Array8B(weight=..., scale=...)` takes the parts.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> q = lowbit.Array8B.quantize(jnp.ones((128, 256)), axis=-2)
+    >>> (jnp.ones((32, 128)) @ q).shape, q.weight.dtype, q.scale.shape
+    ((32, 256), dtype('int8'), (1, 256))
+    """
+
+    @classmethod
+    def quantize(cls, array: Any, dtype: Any = None, axis: Any = None, *, block_size: int | None = None) -> Self:
+        """Quantize a dense array.
+
+        `axis`: the axis or axes along which one scale is shared (default: the last).
+        `block_size`: one scale for each block of that many elements of the (single) axis.
+        `dtype`: of the array as it reads; default the input's.
+        """
+        array = checked_input(array, "int8")
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size={block_size} must be at least 1.")
+        spans = axis_spans(array.shape, -1 if axis is None else axis, block_size)
+        codes, scales = _encode(array, spans)
+        raise_if_not_finite(array, scales, "int8")
+        return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype or array.dtype, spans=spans)
+
+    def levels(self, *code_parts: jax.Array) -> jax.Array:
+        return code_parts[0].astype(jnp.float32)
+
+
+@partial(jax.jit, static_argnums=1)
+def _encode(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    array = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
+    scales = finite_or_nan(block_max(jnp.abs(array), spans) / 127)
+    # Also where the scale is 0, which the division must not meet, or NaN, which has no int8.
+    usable = jnp.where(scales > 0, scales, jnp.inf)
+    codes = jnp.round(array / spread(usable, spans, array.shape))
+    return jnp.clip(jnp.nan_to_num(codes), -127, 127).astype(jnp.int8), scales
+
+
+INT8 = register_format(Format("int8", Array8B.quantize, error=0.0087, bits=8.0))

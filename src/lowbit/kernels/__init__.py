@@ -1,0 +1,1 @@
+"""How fast it runs here. No public names."""

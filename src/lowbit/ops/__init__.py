@@ -1,0 +1,1 @@
+"""The operations worth a kernel: checks, shapes, gradient, choice of kernel."""

@@ -1,0 +1,5 @@
+"""How a primitive acts on any QuantizedArray. One rule per primitive; no format names."""
+
+from . import contraction as contraction
+from . import lookup as lookup
+from . import structural as structural

@@ -1,0 +1,82 @@
+"""Rows by index: decode what is taken, and nothing else."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lowbit.formats._blocks import WHOLE, axis_slice, repeated, span_of
+from lowbit.formats._quantized import QuantizedArray
+from lowbit.runtime import register
+
+from .structural import is_packed
+
+
+@register("gather")
+def _(
+    w: QuantizedArray,
+    indices: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Any,
+    mode: Any,
+    fill_value: Any,
+    **params: Any,
+) -> Any:
+    del params  # hints about the order of the indices
+    w = w.resolved()
+    ndim, dims = w.ndim, dimension_numbers
+    stored = [w.swapped(a - ndim) + ndim for a in range(ndim)]
+    shape, sizes = w.stored_shape, [slice_sizes[a] for a in stored]
+    looked_up = [stored[a] for a in dims.start_index_map]
+    spans = {name: [span_of(s, a) for a in range(-ndim, 0)] for name, s in w.part_spans().items()}
+    for a in range(ndim):
+        blocked = any(span[a] > 1 for span in spans.values())
+        cut = sizes[a] != shape[a]
+        if (blocked and cut and sizes[a] != 1) or (cut and a == ndim - 1 and is_packed(w)):
+            return NotImplemented
+    if any(span[stored[a]] != 1 for a in dims.operand_batching_dims for span in spans.values()):
+        return NotImplemented
+
+    # The axes of a row keep their order, but the weight may be stored with its last two swapped.
+    dropped = {stored[a] for a in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
+    kept = [a for a in range(ndim) if a not in dropped]
+    place = dict(zip(kept, dims.offset_dims))  # stored axis -> axis of the result
+    stored_dims = lax.GatherDimensionNumbers(
+        offset_dims=dims.offset_dims,
+        collapsed_slice_dims=tuple(sorted(stored[a] for a in dims.collapsed_slice_dims)),
+        start_index_map=tuple(looked_up),
+        operand_batching_dims=tuple(stored[a] for a in dims.operand_batching_dims),
+        start_indices_batching_dims=dims.start_indices_batching_dims,
+    )
+    last = jnp.asarray([shape[a] - sizes[a] for a in looked_up], indices.dtype)
+    inside = jnp.clip(indices, 0, last)
+
+    def rows(part: jax.Array, spans: list[int]) -> jax.Array:
+        step = jnp.asarray([spans[a] if spans[a] != WHOLE else shape[a] for a in looked_up], indices.dtype)
+        counts = [part.shape[a] if sizes[a] == shape[a] or spans[a] == WHOLE else sizes[a] for a in range(ndim)]
+        # A whole axis starts at 0 whatever its span.
+        return lax.gather(part, inside // jnp.maximum(step, 1), stored_dims, counts, mode="promise_in_bounds")
+
+    scales = rows(w.scale_values(), spans["scales"])
+    for a in kept:
+        span = spans["scales"][a]
+        if span > 1 and sizes[a] == shape[a]:
+            scales = repeated(scales, place[a] - scales.ndim, span, shape[a])
+    codes = [rows(getattr(w, name), spans[name]) for name in w.packing]
+    if ndim - 1 in place:  # codes unpack along the last axis
+        at = place[ndim - 1]
+        values = w.levels(*(jnp.moveaxis(part, at, -1) for part in codes))
+        values = jnp.moveaxis(axis_slice(values, -1, 0, sizes[-1]), -1, at)
+    else:
+        values = w.levels(*codes)
+    y = (values * scales).astype(w.dtype)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        outside = jnp.any((indices < 0) | (indices > last), axis=-1)
+        batch = [a for a in range(y.ndim) if a not in dims.offset_dims]
+        outside = outside.reshape([y.shape[a] if a in batch else 1 for a in range(y.ndim)])
+        y = jnp.where(outside, jnp.asarray(jnp.nan if fill_value is None else fill_value, y.dtype), y)
+    if w.transposed and ndim - 1 in place and ndim - 2 in place:
+        y = jnp.swapaxes(y, place[ndim - 1], place[ndim - 2])
+    return y

@@ -1,0 +1,470 @@
+"""Rules that move elements and keep their bits: one map over the parts, with positions divided by the spans.
+
+What would cut a block, or put two scales into one, returns NotImplemented and goes dense by the policy.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lowbit.formats._blocks import WHOLE, axis_slice, pack, repeated, span_of, stored_length, unpack
+from lowbit.formats._quantized import QuantizedArray
+from lowbit.runtime import register
+
+# A block that is split further than this would store more scale than code.
+SMALLEST_SPLIT_BLOCK = 16
+
+
+def full_spans(w: QuantizedArray) -> list[int]:
+    """The spans of the scales, one for each stored axis."""
+    ndim = len(w.stored_shape)
+    return [span_of(w.spans, axis) for axis in range(-ndim, 0)]
+
+
+def on_codes(w: QuantizedArray, fn: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
+    """The code parts with `fn` applied to the codes, one to an element."""
+    return {name: pack(fn(codes), w.packing[name]) for name, codes in unpacked(w).items()}
+
+
+def unpacked(w: QuantizedArray) -> dict[str, jax.Array]:
+    """The code parts with one code to an element."""
+    length = w.stored_shape[-1]
+    return {name: axis_slice(unpack(getattr(w, name), n), -1, 0, length) for name, n in w.packing.items()}
+
+
+def is_packed(w: QuantizedArray) -> bool:
+    return max(w.packing.values()) > 1
+
+
+def _layers_kept(w: QuantizedArray, axes: Sequence[int]) -> bool:
+    """Whether a rule that touches these axes leaves those of the index alone."""
+    return w.index is not None and all(axis >= w.index.ndim for axis in axes)
+
+
+def _under_index(w: QuantizedArray, fn: Callable[[QuantizedArray], Any]) -> Any:
+    """`fn` on the whole stack, of which the result is again the same layers."""
+    result = fn(w.replace(index=None))
+    return result if result is NotImplemented else result.replace(index=w.index)
+
+
+# --- order of the axes
+
+
+def permuted(w: QuantizedArray, permutation: Sequence[int]) -> QuantizedArray:
+    """The array with its axes in another order."""
+    ndim = w.ndim
+    if w.index is not None:
+        layers = w.index.ndim
+        if tuple(permutation[:layers]) != tuple(range(layers)):
+            return permuted(w.resolved(), permutation)
+        rest = [p - layers + 1 for p in permutation[layers:]]
+        return _under_index(w, lambda stack: permuted(stack, [0, *rest]))
+    order = [w.swapped(p - ndim) + ndim for p in permutation]
+    if ndim == 1:
+        return w
+    flipped = [*order[:-2], order[-1], order[-2]]
+    stay = list(range(ndim))
+    # Bytes hold neighbours of the last stored axis, so that one stays last wherever the flag can say it.
+    if flipped == stay or (order != stay and is_packed(w) and flipped[-1] == ndim - 1):
+        return stored_permuted(w, flipped, transposed=True)
+    return stored_permuted(w, order, transposed=False)
+
+
+def stored_permuted(w: QuantizedArray, order: Sequence[int], transposed: bool) -> QuantizedArray:
+    if list(order) == list(range(len(order))):
+        return w.replace(transposed=transposed)
+    if is_packed(w) and order[-1] != len(order) - 1:
+        codes = on_codes(w, lambda codes: lax.transpose(codes, order))
+    else:
+        codes = {name: lax.transpose(getattr(w, name), order) for name in w.packing}
+    shape, spans = w.stored_shape, full_spans(w)
+    return w.reshaped(
+        [shape[a] for a in order],
+        [spans[a] for a in order],
+        transposed=transposed,
+        scales=lax.transpose(w.scales, order),
+        **codes,
+    )
+
+
+def untransposed(w: QuantizedArray) -> QuantizedArray:
+    """The array stored in the order it reads, its bytes moved if they must."""
+    if not w.transposed:
+        return w
+    ndim = len(w.stored_shape)
+    return stored_permuted(w, [*range(ndim - 2), ndim - 1, ndim - 2], transposed=False)
+
+
+@register("transpose")
+def _(w: QuantizedArray, *, permutation: Sequence[int]) -> Any:
+    return permuted(w, permutation)
+
+
+# --- axes of size one
+
+
+def squeezed(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
+    """The array without these axes of size one."""
+    if not axes:
+        return w
+    if w.index is not None:
+        layers = w.index.ndim
+        index = lax.squeeze(w.index, [a for a in axes if a < layers])
+        rest = [a - layers + 1 for a in axes if a >= layers]
+        return squeezed(w.replace(index=None), rest).replace(index=index)
+    ndim = w.ndim
+    gone = [w.swapped(a - ndim) + ndim for a in axes]
+    kept = [a for a in range(ndim) if a not in gone]
+    shape, spans = w.stored_shape, full_spans(w)
+    flag = w.transposed and not any(a >= ndim - 2 for a in gone)
+    if is_packed(w) and ndim - 1 in gone:
+        codes = on_codes(w, lambda codes: lax.squeeze(codes, gone))
+    else:
+        codes = {name: lax.squeeze(getattr(w, name), gone) for name in w.packing}
+    return w.reshaped(
+        [shape[a] for a in kept],
+        [spans[a] for a in kept],
+        scales=lax.squeeze(w.scales, gone),
+        transposed=flag,
+        **codes,
+    )
+
+
+def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
+    """The array with axes of size one at these positions of the result."""
+    if not axes:
+        return w
+    if w.index is not None:
+        if _layers_kept(w, axes):
+            shift = 1 - w.index.ndim
+            return _under_index(w, lambda stack: expanded(stack, [a + shift for a in axes]))
+        return expanded(w.resolved(), axes)
+    ndim = w.ndim + len(axes)
+    if any(a >= ndim - 2 for a in axes):
+        w = untransposed(w)
+    old = iter(zip(w.stored_shape, full_spans(w)))
+    sizes = [(1, 1) if a in axes else next(old) for a in range(ndim)]
+    if is_packed(w) and ndim - 1 in axes:
+        codes = on_codes(w, lambda codes: lax.expand_dims(codes, axes))
+    else:
+        codes = {name: lax.expand_dims(getattr(w, name), axes) for name in w.packing}
+    shape, spans = zip(*sizes)
+    return w.reshaped(shape, spans, scales=lax.expand_dims(w.scales, axes), **codes)
+
+
+@register("squeeze")
+def _(w: QuantizedArray, *, dimensions: Sequence[int]) -> Any:
+    return squeezed(w, dimensions)
+
+
+@register("broadcast_in_dim")
+def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any) -> Any:
+    del params  # the sharding follows from the parts
+    new = [a for a in range(len(shape)) if a not in broadcast_dimensions]
+    w = expanded(w, new)
+    grown = [a for a in range(len(shape)) if w.shape[a] != shape[a]]
+    if not grown:
+        return w
+    w = untransposed(w.resolved())
+    spans = full_spans(w)
+    if any(spans[a] > 1 for a in grown):
+        return NotImplemented  # one block would become many
+    if is_packed(w) and len(shape) - 1 in grown:
+        codes = on_codes(w, lambda codes: jnp.broadcast_to(codes, shape))
+    else:
+        codes = {
+            name: jnp.broadcast_to(part, (*shape[:-1], part.shape[-1] if is_packed(w) else shape[-1]))
+            for name in w.packing
+            for part in [getattr(w, name)]
+        }
+    scales = [n if spans[a] == WHOLE else stored_length(shape[a], spans[a]) for a, n in enumerate(w.scales.shape)]
+    return w.reshaped(shape, spans, scales=jnp.broadcast_to(w.scales, scales), **codes)
+
+
+# --- reshape
+
+
+def reshaped(w: QuantizedArray, shape: Sequence[int]) -> Any:
+    """The array in another shape, or NotImplemented where a scale would not stay with its elements."""
+    if w.index is not None:
+        layers = w.index.ndim
+        if tuple(shape[:layers]) != w.shape[:layers]:
+            return reshaped(w.resolved(), shape)
+        stack = w.stored_shape[0]
+        return _under_index(w, lambda whole: reshaped(whole, [stack, *shape[layers:]]))
+    if w.size == 0:
+        return NotImplemented
+    ones = [a for a, n in enumerate(w.shape) if n == 1]
+    new_ones = [a for a, n in enumerate(shape) if n == 1]
+    core = [n for n in shape if n != 1]
+    w = squeezed(w, ones if core else ones[:-1])  # at least one axis is left
+    w = _reshaped_core(w, core) if core else w
+    if w is NotImplemented:
+        return w
+    return expanded(w, new_ones if core else new_ones[:-1])
+
+
+def _reshaped_core(w: QuantizedArray, shape: Sequence[int]) -> Any:
+    """`reshaped` where no axis has size one."""
+    if tuple(shape) == w.shape:
+        return w
+    w = untransposed(w)
+    old_shape, old_spans = w.stored_shape, full_spans(w)
+    sizes: list[int] = []  # of the scales, the axes that go together flattened into one
+    repeats: list[int] = []
+    spans: list[int] = []
+    for old, new in _groups(old_shape, shape):
+        lengths = [old_shape[a] for a in old]
+        if lengths == [shape[a] for a in new]:
+            sizes += [w.scales.shape[a] for a in old]
+            repeats += [1] * len(old)
+            spans += [old_spans[a] for a in old]
+            continue
+        covered = _joined_span(lengths, [old_spans[a] for a in old])
+        split = None if covered is None else _split_span(covered, [shape[a] for a in new])
+        if covered is None or split is None:
+            return NotImplemented
+        span, new_spans = split
+        sizes.append(math.prod(lengths) // covered)
+        repeats.append(covered // span)
+        spans += new_spans
+    scales = w.scales.reshape(sizes)
+    for axis, times in enumerate(repeats):
+        scales = repeated(scales, axis - len(sizes), times, sizes[axis] * times)
+    scales = scales.reshape([stored_length(n, span) for n, span in zip(shape, spans)])
+    if all(n % per_byte == 0 for n in (old_shape[-1], shape[-1]) for per_byte in w.packing.values()):
+        codes = {name: getattr(w, name).reshape(*shape[:-1], shape[-1] // n) for name, n in w.packing.items()}
+    else:
+        codes = on_codes(w, lambda codes: codes.reshape(shape))
+    return w.reshaped(shape, spans, scales=scales, **codes)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The smallest runs of axes of equal size on both sides."""
+    groups, i, j = [], 0, 0
+    while i < len(old):
+        left, right = [i], [j]
+        i, j = i + 1, j + 1
+        a, b = old[left[0]], new[right[0]]
+        while a != b:
+            if a < b:
+                a *= old[i]
+                left.append(i)
+                i += 1
+            else:
+                b *= new[j]
+                right.append(j)
+                j += 1
+        groups.append((left, right))
+    return groups
+
+
+def _joined_span(lengths: Sequence[int], spans: Sequence[int]) -> int | None:
+    """The span along axes made one: the last ones covered whole, one in part, those before not at all."""
+    covers = [length if span == WHOLE else span for length, span in zip(lengths, spans)]
+    joined, partial = 1, False
+    for length, span in zip(reversed(lengths), reversed(covers)):
+        if (partial and span != 1) or length % span:
+            return None
+        joined *= span
+        partial = partial or span != length
+    return joined
+
+
+def _split_span(span: int, lengths: Sequence[int]) -> tuple[int, list[int]] | None:
+    """The span that is left, and the spans of each axis, when one axis becomes these. Smaller if it must be."""
+    spans, left = [], span
+    for length in reversed(lengths):
+        if left % length == 0:
+            spans.append(WHOLE)
+            left //= length
+        elif length % left == 0:
+            spans.append(left)
+            left = 1
+        else:
+            smaller = span // left * math.gcd(left, length)
+            return _split_span(smaller, lengths) if smaller >= SMALLEST_SPLIT_BLOCK else None
+    return span, spans[::-1]
+
+
+@register("reshape")
+def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, **params: Any) -> Any:
+    del params  # the sharding follows from the parts
+    return NotImplemented if dimensions is not None else reshaped(w, new_sizes)
+
+
+# --- slices
+
+
+def layer(w: QuantizedArray, i: Any) -> QuantizedArray:
+    """The one layer at `i` (clamped) of the first axis, which stays with size one. No part is copied."""
+    i = jnp.clip(jnp.asarray(i, jnp.int32), 0, w.shape[0] - 1)[None]
+    if w.index is None:
+        return w.replace(index=i)
+    # A layer of a layer: both axes become one, of which the position is known.
+    stacks, many = w.stored_shape[:2]
+    merged = w.map_parts(lambda part, _: part.reshape(stacks * many, *part.shape[2:]), index=None)
+    return merged.replace(index=w.index * many + i)
+
+
+def _is_layer(w: QuantizedArray, sizes: Sequence[int]) -> bool:
+    """Whether these sizes cut one layer out of a stack of at least matrices."""
+    axes = 1 if w.index is None else 2
+    return (
+        w.ndim >= 3
+        and (w.index is None or w.index.ndim == 0)
+        and sizes[0] == 1 != w.shape[0]
+        and tuple(sizes[1:]) == w.shape[1:]
+        and all(span == 1 for span in full_spans(w)[:axes])
+    )
+
+
+def cut(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The window of these sizes at `starts`, which may be traced, and are in bounds."""
+    if _is_layer(w, sizes):
+        return layer(w, starts[0])
+    w = w.resolved()
+    ndim = w.ndim
+    axes = [w.swapped(a - ndim) + ndim for a in range(ndim)]
+    starts, sizes = [starts[a] for a in axes], [sizes[a] for a in axes]
+    shape, spans = list(w.stored_shape), full_spans(w)
+    moved = [a for a in range(ndim) if sizes[a] != shape[a]]
+    scales, at = w.scales, list(starts)
+    for a in moved:
+        if spans[a] == WHOLE:
+            continue
+        if sizes[a] == 1 and spans[a] > 1:
+            at[a], spans[a] = starts[a] // spans[a], 1  # one element needs the scale of its block only
+        elif spans[a] > 1:
+            start = starts[a]
+            if not isinstance(start, (int, np.integer)) or start % spans[a]:
+                return NotImplemented
+            if sizes[a] % spans[a] and start + sizes[a] != shape[a]:
+                return NotImplemented
+            at[a] = start // spans[a]
+        scales = _window(scales, a, at[a], stored_length(sizes[a], spans[a]))
+
+    def window(codes: jax.Array) -> jax.Array:
+        for a in moved:
+            codes = _window(codes, a, starts[a], sizes[a])
+        return codes
+
+    if is_packed(w) and ndim - 1 in moved:
+        codes = on_codes(w, window)
+    else:
+        codes = {name: window(getattr(w, name)) for name in w.packing}
+    return w.reshaped(sizes, spans, scales=scales, **codes)
+
+
+def _window(part: jax.Array, axis: int, start: Any, size: int) -> jax.Array:
+    if isinstance(start, (int, np.integer)):
+        return axis_slice(part, axis, int(start), int(start) + size)
+    return lax.dynamic_slice_in_dim(part, start, size, axis)
+
+
+@register("slice")
+def _(w: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
+    if strides is not None and any(step != 1 for step in strides):
+        return _strided(w, start_indices, limit_indices, strides)
+    return cut(w, start_indices, [b - a for a, b in zip(start_indices, limit_indices)])
+
+
+def _strided(w: QuantizedArray, starts: Any, limits: Any, strides: Any) -> Any:
+    w = untransposed(w.resolved())
+    shape, spans = w.stored_shape, full_spans(w)
+    steps = [(0, n, 1) if spans[a] == WHOLE else (starts[a], limits[a], strides[a]) for a, n in enumerate(shape)]
+    if any(span > 1 and steps[a] != (0, shape[a], 1) for a, span in enumerate(spans)):
+        return NotImplemented
+    stored = w.scales.shape
+    scale_steps = [(0, stored[a], 1) if steps[a] == (0, shape[a], 1) else steps[a] for a in range(w.ndim)]
+    new_shape = [len(range(*bounds)) for bounds in zip(starts, limits, strides)]
+    codes = on_codes(w, lambda codes: lax.slice(codes, starts, limits, strides))
+    return w.reshaped(new_shape, spans, scales=lax.slice(w.scales, *zip(*scale_steps)), **codes)
+
+
+@register("dynamic_slice")
+def _(w: QuantizedArray, *starts: jax.Array, slice_sizes: Sequence[int]) -> Any:
+    def known(start: Any, length: int, size: int) -> Any:
+        if length == size:
+            return 0
+        if isinstance(start, (int, np.integer, np.ndarray)):
+            return int(np.clip(start, 0, length - size))
+        return jnp.clip(start, 0, length - size)
+
+    return cut(w, [known(*each) for each in zip(starts, w.shape, slice_sizes)], slice_sizes)
+
+
+@register("split")
+def _(w: QuantizedArray, *, sizes: Sequence[int], axis: int) -> Any:
+    pieces, start = [], 0
+    for size in sizes:
+        starts = [start if a == axis else 0 for a in range(w.ndim)]
+        pieces.append(cut(w, starts, [size if a == axis else n for a, n in enumerate(w.shape)]))
+        start += size
+    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
+
+
+# --- joining
+
+
+def _alike(arrays: Sequence[Any]) -> list[QuantizedArray] | None:
+    """The arrays in one storage order, or None where codes or scales mean different things."""
+    if not all(type(a) is type(arrays[0]) for a in arrays):
+        return None
+    arrays = [a.resolved() for a in arrays]
+    if len({a.transposed for a in arrays}) > 1:
+        arrays = [untransposed(a) for a in arrays]
+    kinds = {jax.tree.structure(a.replace(lengths=())) for a in arrays}
+    return list(arrays) if len(kinds) == 1 else None
+
+
+@register("concatenate")
+def _(*operands: QuantizedArray, dimension: int) -> Any:
+    arrays = _alike(operands)
+    if arrays is None:
+        return NotImplemented
+    first = arrays[0]
+    axis = first.swapped(dimension - first.ndim) + first.ndim
+    spans, shape = full_spans(first), list(first.stored_shape)
+    lengths = [a.stored_shape[axis] for a in arrays]
+    if spans[axis] == WHOLE or (spans[axis] > 1 and any(n % spans[axis] for n in lengths[:-1])):
+        return NotImplemented
+    shape[axis] = sum(lengths)
+    aligned = axis != len(shape) - 1 or not any(n % p for n in lengths[:-1] for p in first.packing.values())
+    if aligned:
+        codes = {name: lax.concatenate([getattr(a, name) for a in arrays], axis) for name in first.packing}
+    else:
+        apart = [unpacked(a) for a in arrays]
+        codes = {name: pack(lax.concatenate([a[name] for a in apart], axis), n) for name, n in first.packing.items()}
+    scales = lax.concatenate([a.scales for a in arrays], axis)
+    return first.reshaped(shape, spans, scales=scales, **codes)
+
+
+@register("dynamic_update_slice")
+def _(w: QuantizedArray, update: QuantizedArray, *starts: Any) -> Any:
+    arrays = _alike([w, update])
+    if arrays is None:
+        return NotImplemented
+    w, update = arrays
+    ndim, spans = w.ndim, full_spans(w)
+    stored_starts = [starts[w.swapped(a - ndim) + ndim] for a in range(ndim)]
+    partial = [a for a in range(ndim) if update.stored_shape[a] != w.stored_shape[a]]
+    if any(spans[a] != 1 for a in partial) or (is_packed(w) and ndim - 1 in partial):
+        return NotImplemented
+    at = [jnp.asarray(start if a in partial else 0, jnp.int32) for a, start in enumerate(stored_starts)]
+    new = {name: lax.dynamic_update_slice(getattr(w, name), getattr(update, name), at) for name in w.parts()}
+    return w.replace(**new)
+
+
+# --- what is said of an array, not stored
+
+
+@register("convert_element_type")
+def _(w: QuantizedArray, *, new_dtype: Any, **params: Any) -> Any:
+    del params  # weak types are for scalars; the sharding follows from the parts
+    return w.replace(dtype=np.dtype(new_dtype)) if jnp.issubdtype(new_dtype, jnp.floating) else NotImplemented

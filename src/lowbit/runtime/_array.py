@@ -1,0 +1,340 @@
+"""ImplicitArray: an object that JAX code can use as an array without its numbers being there."""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey
+
+_STATIC = "lowbit_static"
+DENSE_TYPES = (jax.Array, np.ndarray, np.generic)
+_OPERAND_TYPES = (*DENSE_TYPES, bool, int, float, complex)
+
+
+def aux_field(**kwargs: Any) -> Any:
+    """A dataclass field that is static: part of the array's type, compared and hashed, never traced.
+
+    >>> import dataclasses, jax.numpy as jnp, lowbit
+    >>> @dataclasses.dataclass
+    ... class Eye(lowbit.ImplicitArray):
+    ...     n: int = lowbit.aux_field()
+    ...
+    ...     def materialize(self):
+    ...         return jnp.eye(self.n)
+    >>> Eye(3).shape
+    (3, 3)
+    """
+    metadata = {**kwargs.pop("metadata", {}), _STATIC: True}
+    return dataclasses.field(metadata=metadata, **kwargs)
+
+
+def _both_sides(fn: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def on_the_left(self: Any, other: Any) -> Any:
+        if not isinstance(other, (*_OPERAND_TYPES, ImplicitArray)):
+            return NotImplemented
+        return operate(fn, self, other)
+
+    def on_the_right(self: Any, other: Any) -> Any:
+        return operate(fn, other, self) if isinstance(other, _OPERAND_TYPES) else NotImplemented
+
+    return on_the_left, on_the_right
+
+
+def _unary(fn: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self: operate(fn, self)
+
+
+class ImplicitArray:
+    """An array by its promise: subclass it as a dataclass and implement `materialize`.
+
+    - Fields are arrays or pytrees of arrays, and pytree children; fields made by `aux_field` are static.
+    - Instances are never changed in place.
+    - JAX unflattens with anything in the place of arrays, so `__init__` is not called and nothing is checked then.
+    - `vmap` and `scan` give and take leading axes of every field: `materialize` must follow.
+    - `shape` and `dtype` are those of `materialize()`; override them where they are cheaper to say.
+    """
+
+    # Try a rule for (this, dense) also for (dense, this) when the operation commutes.
+    commute_ops: ClassVar[bool] = True
+    # Whether the "warn" policy speaks when an array of this class goes dense.
+    warn_on_materialize: ClassVar[bool] = True
+
+    # numpy leaves `ndarray @ implicit` to us.
+    __array_ufunc__ = None
+
+    def __init_subclass__(
+        cls,
+        *,
+        commute_ops: bool | None = None,
+        warn_on_materialize: bool | None = None,
+        **kwargs: Any,
+    ):
+        super().__init_subclass__(**kwargs)
+        if commute_ops is not None:
+            cls.commute_ops = commute_ops
+        if warn_on_materialize is not None:
+            cls.warn_on_materialize = warn_on_materialize
+        # `@dataclass` leaves alone what the class itself defines, and would else compare fields and print numbers.
+        for name in ("__eq__", "__repr__"):
+            if name not in cls.__dict__:
+                setattr(cls, name, getattr(cls, name))
+        jax.tree_util.register_pytree_with_keys(cls, cls._flatten_with_keys, cls._unflatten, cls._flatten)
+
+    def materialize(self) -> jax.Array:
+        """The dense array. Linear algebra on it is what every rule must agree with."""
+        raise NotImplementedError(f"{type(self).__name__} must implement materialize().")
+
+    def resolved(self) -> Self:
+        """The same array with no work deferred; what `implicit` returns to its caller."""
+        return self
+
+    def part_specs(self, spec: jax.sharding.PartitionSpec) -> Any:
+        """The PartitionSpec of each field, as a tree like this array, for a PartitionSpec of the array."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how its parts are sharded.")
+
+    def logical_spec(self) -> jax.sharding.PartitionSpec | None:
+        """The PartitionSpec of the array on a mesh with explicit axes; None for a replicated one."""
+        return None
+
+    # --- pytree
+
+    @classmethod
+    @functools.cache
+    def _fields(cls) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the fields that hold arrays, and of the static ones."""
+        if not dataclasses.is_dataclass(cls):
+            raise TypeError(f"{cls.__name__} must be a dataclass: put @dataclasses.dataclass on it.")
+        fields = dataclasses.fields(cls)
+        return (
+            tuple(f.name for f in fields if not f.metadata.get(_STATIC)),
+            tuple(f.name for f in fields if f.metadata.get(_STATIC)),
+        )
+
+    def _flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
+        parts, static = self._fields()
+        return [getattr(self, n) for n in parts], tuple(getattr(self, n) for n in static)
+
+    def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        children, static = self._flatten()
+        names, _ = self._fields()
+        return [(GetAttrKey(n), c) for n, c in zip(names, children)], static
+
+    @classmethod
+    def _unflatten(cls, static: tuple[Any, ...], children: Any) -> Self:
+        parts, names = cls._fields()
+        array = object.__new__(cls)
+        array.__dict__.update(zip(parts, children))
+        array.__dict__.update(zip(names, static))
+        return array
+
+    # --- what an array answers
+
+    # Not data descriptors, so that a subclass may store `shape` or `dtype` as a field.
+    shape: Any = functools.cached_property(lambda self: self._dense_type.shape)
+    dtype: Any = functools.cached_property(lambda self: self._dense_type.dtype)
+
+    @functools.cached_property
+    def _dense_type(self) -> jax.ShapeDtypeStruct:
+        abstract = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), self)
+        return jax.eval_shape(lambda array: array.materialize(), abstract)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes really stored."""
+        return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(self))
+
+    @property
+    def T(self) -> Any:
+        return operate(jnp.transpose, self)
+
+    @property
+    def mT(self) -> Any:
+        return operate(jnp.matrix_transpose, self)
+
+    def reshape(self, *shape: Any) -> Any:
+        dims = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return operate(jnp.reshape, self, shape=tuple(operator.index(n) for n in dims))
+
+    def astype(self, dtype: Any) -> Any:
+        return operate(jnp.astype, self, dtype=np.dtype(dtype))
+
+    def __getitem__(self, index: Any) -> Any:
+        operands: list[Any] = []
+        items = index if isinstance(index, tuple) else (index,)
+        template = tuple(entry for item in items for entry in _split_index(item, operands))
+        return operate(_index, self, operands, template=template)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array with no axes.")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        from ._interpret import go_dense  # the interpreter is written in terms of this class
+
+        if copy is False:
+            raise ValueError(f"{type(self).__name__} has no dense numbers to share; use copy=None.")
+        return np.asarray(go_dense(self, "__array__"), dtype)
+
+    @property
+    def __jax_array__(self) -> Callable[[], jax.Array]:
+        # JAX asks whether this exists before it tries our operators, so outside of `implicit`,
+        # where calling it could only mean a silent dequantization, it does not.
+        from ._interpret import capture, is_tracing
+
+        if is_tracing():
+            return lambda: capture(self)
+        raise AttributeError(
+            f"{type(self).__name__} takes part in jnp and lax functions only inside lowbit.implicit(fn)."
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._one_element())
+
+    def __float__(self) -> float:
+        return float(self._one_element())
+
+    def __int__(self) -> int:
+        return int(self._one_element())
+
+    def _one_element(self) -> jax.Array:
+        if self.size != 1:
+            raise ValueError(f"An array of shape {self.shape} has no single value; use .any(), .all() or an index.")
+        return self.materialize().reshape(())
+
+    __add__, __radd__ = _both_sides(operator.add)
+    __sub__, __rsub__ = _both_sides(operator.sub)
+    __mul__, __rmul__ = _both_sides(operator.mul)
+    __truediv__, __rtruediv__ = _both_sides(operator.truediv)
+    __floordiv__, __rfloordiv__ = _both_sides(operator.floordiv)
+    __mod__, __rmod__ = _both_sides(operator.mod)
+    __divmod__, __rdivmod__ = _both_sides(divmod)
+    __pow__, __rpow__ = _both_sides(operator.pow)
+    __matmul__, __rmatmul__ = _both_sides(operator.matmul)
+    __lshift__, __rlshift__ = _both_sides(operator.lshift)
+    __rshift__, __rrshift__ = _both_sides(operator.rshift)
+    __and__, __rand__ = _both_sides(operator.and_)
+    __or__, __ror__ = _both_sides(operator.or_)
+    __xor__, __rxor__ = _both_sides(operator.xor)
+    __eq__, _ = _both_sides(operator.eq)
+    __ne__, _ = _both_sides(operator.ne)
+    __lt__, _ = _both_sides(operator.lt)
+    __le__, _ = _both_sides(operator.le)
+    __gt__, _ = _both_sides(operator.gt)
+    __ge__, _ = _both_sides(operator.ge)
+    __neg__ = _unary(operator.neg)
+    __pos__ = _unary(operator.pos)
+    __abs__ = _unary(operator.abs)
+    __invert__ = _unary(operator.invert)
+    del _
+
+    def __repr__(self) -> str:
+        def describe(path: Any, part: Any) -> str:
+            name = jax.tree_util.keystr(path).lstrip(".")
+            if not hasattr(part, "dtype"):
+                return f"{name} {type(part).__name__}"
+            return f"{name} {part.dtype}[{','.join(map(str, part.shape))}]"
+
+        parts, _ = jax.tree_util.tree_flatten_with_path(self)
+        stored = ", ".join(describe(path, part) for path, part in parts)
+        try:
+            facts = f"shape={self.shape}, dtype={np.dtype(self.dtype).name}, {self.nbytes:,} bytes"
+        except (AttributeError, TypeError, ValueError) as error:
+            facts = f"not an array now: {error}"  # JAX may put anything in the place of the parts
+        return f"{type(self).__name__}({facts}\n  {stored})"
+
+
+# --- operators
+
+
+def operate(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
+    """`fn(*operands, **static)` on implicit arrays, compiled once for each kind of operands."""
+    return _compiled(fn, tuple(static.items()))(*operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(fn: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    from ._interpret import implicit
+
+    @functools.wraps(fn)
+    def call(*operands: Any) -> Any:
+        return fn(*operands, **dict(static))
+
+    return jax.jit(implicit(call))
+
+
+# --- indexing: integers and arrays are operands, the rest of the index is static
+
+_OPERAND = "operand"
+
+
+def _split_index(item: Any, operands: list[Any]) -> list[Any]:
+    if isinstance(item, slice):
+        bounds = (item.start, item.stop, item.step)
+        return [tuple(None if b is None else operator.index(b) for b in bounds)]
+    if item is None or item is Ellipsis:
+        return [item]
+    if isinstance(item, (bool, np.bool_)) or getattr(item, "dtype", None) == np.bool_:
+        # The size of the result depends on the values, so they must be known here.
+        positions = np.nonzero(np.asarray(item))
+        operands.extend(positions)
+        return [_OPERAND] * len(positions)
+    if isinstance(item, (int, *DENSE_TYPES)):
+        operands.append(item)
+        return [_OPERAND]
+    raise TypeError(
+        f"Cannot index with {item!r}: pass integers, slices, None, Ellipsis or arrays, in a tuple for several axes."
+    )
+
+
+def _index(array: jax.Array, operands: list[Any], *, template: tuple[Any, ...]) -> jax.Array:
+    left = iter(operands)
+
+    def item(entry: Any) -> Any:
+        if entry == _OPERAND:
+            return next(left)
+        return slice(*entry) if isinstance(entry, tuple) else entry
+
+    return array[tuple(item(entry) for entry in template)]
+
+
+# --- whole trees
+
+
+def is_implicit(x: Any) -> bool:
+    """Whether `x` is an implicit array; the `is_leaf` of every tree function here."""
+    return isinstance(x, ImplicitArray)
+
+
+def materialize(tree: Any) -> Any:
+    """Make every implicit array in a pytree dense.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.Array8B.quantize(jnp.ones((2, 3))), "b": jnp.zeros(3)}
+    >>> lowbit.materialize(params)["w"].shape
+    (2, 3)
+    """
+    return jax.tree.map(dense, tree, is_leaf=is_implicit)
+
+
+def dense(x: Any) -> Any:
+    while isinstance(x, ImplicitArray):
+        x = x.materialize()
+    return x

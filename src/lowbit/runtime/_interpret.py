@@ -1,0 +1,221 @@
+"""implicit(fn): trace a function on logical arrays, then walk its equations with the implicit ones."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from . import _compat
+from ._array import DENSE_TYPES, ImplicitArray, dense, is_implicit
+from ._register import apply_rules, describe
+from ._settings import Setting
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def implicit(fn: Callable[P, R]) -> Callable[P, R]:
+    """Let `fn` take implicit arrays: in its arguments, in closures, globals and attributes, and in its results.
+
+    `fn` is traced once with a dense stand-in for each implicit array. Its equations are then run in order: those with
+    an implicit operand by the rules (see `register`), all others untouched. It works inside and outside of `jax.jit`.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> q = lowbit.Array8B.quantize(jnp.ones((4, 3)))
+    >>> jax.jit(lowbit.implicit(lambda x, w: jnp.einsum("bd,dn->bn", x, w)))(jnp.ones((2, 4)), q).shape
+    (2, 3)
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        return jax.tree.map(
+            lambda x: x.resolved() if is_implicit(x) else x,
+            run(fn, *args, **kwargs),
+            is_leaf=is_implicit,
+        )
+
+    return wrapped
+
+
+use_implicit = implicit
+
+
+def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`implicit(fn)(*args, **kwargs)`, where results may have work deferred (`ImplicitArray.resolved`)."""
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_implicit)
+    traced_at = [i for i, leaf in enumerate(leaves) if is_implicit(leaf) or _is_dense(leaf)]
+    out_tree, static_outs, dense_at = None, [], []
+
+    def on_stand_ins(traced: list[Any]) -> list[Any]:
+        nonlocal out_tree, static_outs, dense_at
+        full = list(leaves)
+        for i, x in zip(traced_at, traced):
+            full[i] = capture(x) if is_implicit(x) else x
+        args, kwargs = jax.tree.unflatten(tree, full)
+        with _tracing(True):
+            outs, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+        dense_at = [i for i, out in enumerate(outs) if _is_dense(out)]
+        static_outs = [None if i in dense_at else out for i, out in enumerate(outs)]
+        return [outs[i] for i in dense_at]
+
+    traced = [leaves[i] for i in traced_at]
+    closed = jax.make_jaxpr(on_stand_ins)(traced)
+    results = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(traced))
+    outs = list(static_outs)
+    for i, result in zip(dense_at, results):
+        outs[i] = result
+    assert out_tree is not None
+    return jax.tree.unflatten(out_tree, outs)
+
+
+def _is_dense(x: Any) -> bool:
+    """Whether `x` is traced. Python numbers are not: they may be axes or lengths, and keep their weak type."""
+    return isinstance(x, DENSE_TYPES) and getattr(x.dtype, "kind", "V") not in "OSUM"
+
+
+def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Run a jaxpr on values of which some are implicit."""
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, Literal)}
+    kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        outs = _evaluate(eqn, [read(v) for v in eqn.invars])
+        values.update(zip(eqn.outvars, outs, strict=True))
+        # Run eagerly, a model must not hold all its activations.
+        for v in {v for v in eqn.invars if not isinstance(v, Literal)} - kept:
+            if last_use[v] == i:
+                del values[v]
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    if eqn.primitive is capture_p:
+        return [jax.tree.unflatten(eqn.params["tree"], operands)]
+    captures = any(map(_has_captures, _compat.subjaxprs(eqn.params)))
+    with eqn.ctx.manager:
+        if not captures and not any(map(is_implicit, operands)):
+            return _compat.rebind(eqn, operands)
+        outs = apply_rules(eqn.primitive, operands, eqn.params)
+        if outs is NotImplemented:
+            # Captures that are left inside materialize themselves when they are lowered.
+            return _compat.rebind(eqn, [go_dense(x, eqn.primitive) for x in operands])
+    outs = list(outs) if eqn.primitive.multiple_results else [outs]
+    for out, var in zip(outs, eqn.outvars, strict=True):
+        aval: Any = var.aval
+        if np.shape(out) != aval.shape or _dtype(out) != aval.dtype:
+            kinds = ", ".join(map(describe, operands))
+            raise TypeError(
+                f"A rule for {eqn.primitive} of ({kinds}) returned {describe(out)} instead of {aval.str_short()}."
+            )
+    return outs
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x)
+
+
+# --- stand-ins: how an implicit array enters a trace
+
+_tracing = jax.make_user_context(False)
+capture_p = Primitive("implicit_array")
+
+
+def is_tracing() -> bool:
+    """Whether `implicit` is tracing, that is, whether a stand-in will find its way back to its array."""
+    return _tracing.value
+
+
+def capture(array: ImplicitArray) -> jax.Array:
+    """A dense stand-in, which `interpret` turns back into the array."""
+    parts, tree = jax.tree.flatten(array)
+    return capture_p.bind(*_compat.match_varying(parts), tree=tree)
+
+
+def _materialize_parts(*parts: Any, tree: Any) -> jax.Array:
+    return dense(jax.tree.unflatten(tree, parts))
+
+
+@capture_p.def_abstract_eval
+def _(*parts: Any, tree: Any) -> Any:
+    array = jax.tree.unflatten(tree, parts)
+    if not parts:
+        return ShapedArray(array.shape, array.dtype)
+    aval = parts[0]  # all vary over the same axes
+    spec = array.logical_spec() or jax.sharding.PartitionSpec(*[None] * array.ndim)
+    sharding = aval.sharding.update(spec=spec)
+    return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=sharding)
+
+
+def _capture_jvp(parts: Any, tangents: Any, *, tree: Any) -> Any:
+    live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def at(*varied: Any) -> jax.Array:
+        moved = list(parts)
+        for i, part in zip(live, varied):
+            moved[i] = part
+        return _materialize_parts(*moved, tree=tree)
+
+    _, tangent = jax.jvp(at, [parts[i] for i in live], [tangents[i] for i in live])
+    return capture_p.bind(*parts, tree=tree), tangent
+
+
+def _capture_batched(parts: Any, dims: Any, *, tree: Any) -> Any:
+    size = next(p.shape[d] for p, d in zip(parts, dims) if d is not None)
+    return capture_p.bind(*(batching.bdim_at_front(p, d, size) for p, d in zip(parts, dims)), tree=tree), 0
+
+
+capture_p.def_impl(_materialize_parts)
+ad.primitive_jvps[capture_p] = _capture_jvp
+batching.primitive_batchers[capture_p] = _capture_batched
+mlir.register_lowering(capture_p, mlir.lower_fun(_materialize_parts, multiple_results=False))
+
+
+def _has_captures(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive is capture_p or any(map(_has_captures, _compat.subjaxprs(eqn.params))) for eqn in jaxpr.eqns
+    )
+
+
+# --- going dense
+
+
+class MaterializationWarning(UserWarning):
+    """An implicit array was made dense because no rule fits."""
+
+
+materialization: Setting[str] = Setting("materialization", "warn", ("allow", "warn", "error"))
+_warned: set[tuple[str, type]] = set()
+
+
+def go_dense(x: Any, primitive: Primitive | str) -> Any:
+    """Make `x` dense because `primitive` has no rule for it, as the policy says; dense values pass."""
+    if not isinstance(x, ImplicitArray):
+        return x
+    policy = materialization.value
+    message = (
+        f"{primitive} has no rule for {type(x).__name__} of shape {x.shape} ({np.dtype(x.dtype).name}), "
+        "so the whole array is made dense."
+    )
+    if policy == "error":
+        raise TypeError(
+            f"{message} The policy materialization('error') forbids that: call .materialize() where it is meant, "
+            "or register a rule."
+        )
+    if policy == "warn" and x.warn_on_materialize and (str(primitive), type(x)) not in _warned:
+        _warned.add((str(primitive), type(x)))
+        warnings.warn(
+            f"{message} materialization('allow') silences this, materialization('error') finds it.",
+            MaterializationWarning,
+            stacklevel=2,
+        )
+    return dense(x)

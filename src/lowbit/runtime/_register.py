@@ -1,0 +1,192 @@
+"""register(): what a primitive does to implicit arrays, chosen by the types of its operands."""
+
+import dataclasses
+import inspect
+import itertools
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from ._array import ImplicitArray
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+# Names by which a primitive is known in some version of JAX, and the one it goes by here.
+_ALIASES = {
+    "pjit": "jit",
+    "remat": "checkpoint",
+    "remat2": "checkpoint",
+    "pcast": "pvary",
+    "copy_p": "copy",
+    "custom_vjp_call_jaxpr": "custom_vjp_call",
+}
+# Names of primitives that are in neither of JAX's public lists.
+_UNLISTED = set(
+    "shard_map stop_gradient copy optimization_barrier sharding_constraint closed_call ragged_dot_general "
+    "reshard mesh_cast custom_vmap_call".split()
+)
+# Operations with op(a, b) == op(b, a).
+_COMMUTATIVE = frozenset({"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
+# Annotations of a dense operand. Rules see numpy arrays, literals and tracers alike.
+_DENSE_CLASSES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+_ANYTHING = 1_000  # farther than any class in an inheritance chain
+
+_rules: dict[str, list["_Rule"]] = {}
+_order = itertools.count()
+
+
+def register(primitive: core.Primitive | str, *, precedence: int = 0) -> Callable[[Fn], Fn]:
+    """Decorate a rule: what `primitive` does when an operand is an implicit array.
+
+    Operands are positional and chosen by their annotations: classes, unions, `Any` or none; `*operands` for any number.
+    The most specific rule wins, then the higher precedence, then the later one. Every dense operand is a `jax.Array`.
+    The primitive's parameters come by keyword. A first argument called `primitive` receives the primitive.
+    `NotImplemented` passes to the next rule; after the last the arrays are made dense and the primitive runs as usual.
+
+    >>> import dataclasses, jax, jax.numpy as jnp, lowbit
+    >>> @dataclasses.dataclass
+    ... class Zeros(lowbit.ImplicitArray):
+    ...     n: int = lowbit.aux_field()
+    ...
+    ...     def materialize(self):
+    ...         return jnp.zeros(self.n)
+    >>> @lowbit.register("mul")
+    ... def _(zeros: Zeros, other: jax.Array):
+    ...     return zeros
+    >>> Zeros(3) * jnp.arange(3.0)
+    Zeros(shape=(3,), dtype=float32, 0 bytes
+      )
+    """
+    name = primitive_name(primitive)
+
+    def decorate(fn: Fn) -> Fn:
+        _rules.setdefault(name, []).append(_Rule.of(fn, precedence))
+        return fn
+
+    return decorate
+
+
+def primitive_name(primitive: core.Primitive | str) -> str:
+    if not isinstance(primitive, str):
+        return _ALIASES.get(primitive.name, primitive.name)
+    name = _ALIASES.get(primitive, primitive)
+    if name not in known_primitives():
+        raise ValueError(
+            f"Unknown primitive {primitive!r}: no such name in jax.extend.core.primitives or jax.lax. "
+            "jax.make_jaxpr(fn)(*args) shows the names a function uses."
+        )
+    return name
+
+
+def known_primitives() -> set[str]:
+    found = _UNLISTED | set(_ALIASES.values())
+    for module in (core.primitives, jax.lax):
+        for value in vars(module).values():
+            if isinstance(value, core.Primitive):
+                found.add(_ALIASES.get(value.name, value.name))
+    return found
+
+
+def apply_rules(primitive: core.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """The result of the first rule that takes these operands, or NotImplemented."""
+    rules = _rules.get(primitive_name(primitive), [])
+    orders = [tuple(operands)]
+    if primitive_name(primitive) in _COMMUTATIVE and len(operands) == 2:
+        if any(isinstance(x, ImplicitArray) and x.commute_ops for x in operands):
+            orders.append(tuple(reversed(operands)))
+    for ordered in orders:
+        for rule in _most_specific_first(rules, ordered, params):
+            try:
+                result = rule.call(primitive, ordered, params)
+            except Exception as error:
+                kinds = ", ".join(map(describe, ordered))
+                error.add_note(f"in the rule {rule.name} for the primitive {primitive} of ({kinds})")
+                raise
+            if result is not NotImplemented:
+                return result
+    return NotImplemented
+
+
+def describe(operand: Any) -> str:
+    if isinstance(operand, ImplicitArray):
+        return f"{type(operand).__name__} {operand.dtype}{list(operand.shape)}"
+    return f"{np.result_type(operand)}{list(np.shape(operand))}"
+
+
+@dataclasses.dataclass
+class _Rule:
+    fn: Callable[..., Any]
+    operands: dict[str, tuple[type, ...]]  # the classes that each named operand may have
+    variadic: tuple[type, ...] | None  # those of *operands
+    takes_primitive: bool
+    precedence: int
+    order: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.fn.__module__}:{self.fn.__code__.co_firstlineno}"
+
+    @staticmethod
+    def of(fn: Callable[..., Any], precedence: int) -> "_Rule":
+        parameters = list(inspect.signature(fn).parameters.values())
+        hints = typing.get_type_hints(fn)
+        takes_primitive = bool(parameters) and (
+            parameters[0].name == "primitive" or hints.get(parameters[0].name) is core.Primitive
+        )
+        operands, variadic = {}, None
+        for p in parameters[takes_primitive:]:
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+                operands[p.name] = _classes(hints.get(p.name, Any), fn)
+            elif p.kind is p.VAR_POSITIONAL:
+                variadic = _classes(hints.get(p.name, Any), fn)
+        return _Rule(fn, operands, variadic, takes_primitive, precedence, next(_order))
+
+    def call(self, primitive: core.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        return self.fn(*(primitive,) * self.takes_primitive, *operands, **params)
+
+    def distances(self, operands: Sequence[Any], params: dict[str, Any]) -> tuple[int, ...] | None:
+        """How far each operand's class is from the annotation; None where one does not fit."""
+        wanted = [classes for name, classes in self.operands.items() if name not in params]
+        if self.variadic is not None:
+            wanted += [self.variadic] * (len(operands) - len(wanted))
+        if len(wanted) != len(operands):
+            return None
+        found = [_distance(x, classes) for x, classes in zip(operands, wanted)]
+        return None if None in found else tuple(d for d in found if d is not None)
+
+
+def _classes(annotation: Any, fn: Callable[..., Any]) -> tuple[type, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(c for a in typing.get_args(annotation) for c in _classes(a, fn))
+    if annotation is Any:
+        return (object,)
+    if isinstance(annotation, type):
+        return (jax.Array,) if annotation in _DENSE_CLASSES else (annotation,)
+    raise TypeError(
+        f"Cannot dispatch on the annotation {annotation!r} of the rule {fn.__qualname__}: "
+        "use classes, unions of classes, Any, or none."
+    )
+
+
+def _distance(operand: Any, classes: tuple[type, ...]) -> int | None:
+    lineage = type(operand).__mro__ if isinstance(operand, ImplicitArray) else (jax.Array,)
+    found = [lineage.index(c) for c in classes if c in lineage and c is not object]
+    return min(found, default=_ANYTHING if object in classes else None)
+
+
+def _most_specific_first(rules: Sequence[_Rule], operands: Sequence[Any], params: dict[str, Any]) -> Iterator[_Rule]:
+    left = {r.order: (r, d) for r in rules if (d := r.distances(operands, params)) is not None}
+
+    def beaten(mine: tuple[int, ...]) -> bool:
+        return any(theirs != mine and all(a <= b for a, b in zip(theirs, mine)) for _, theirs in left.values())
+
+    while left:
+        best = [rule for rule, distances in left.values() if not beaten(distances)]
+        rule = max(best, key=lambda r: (r.precedence, r.order))
+        del left[rule.order]
+        yield rule

@@ -1,0 +1,44 @@
+"""Settings that are part of JAX's trace context: a function traced before a switch is traced again after it."""
+
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from . import _compat
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Setting(Generic[T]):
+    """A named choice. Calling it sets it everywhere; `with` limits it to the block and the thread."""
+
+    def __init__(self, name: str, default: T, choices: tuple[T, ...]):
+        self.name = name
+        self.choices = choices
+        self._context = jax.make_user_context(default)
+
+    @property
+    def value(self) -> T:
+        return self._context.value
+
+    def __call__(self, value: T) -> "_Switch[T]":
+        if value not in self.choices:
+            choices = ", ".join(repr(choice) for choice in self.choices)
+            raise ValueError(f"{self.name}({value!r}): the value must be one of {choices}.")
+        return _Switch(self._context, value)
+
+
+class _Switch(Generic[T]):
+    def __init__(self, context: Any, value: T):
+        self._context, self._value = context, value
+        self._before: T = context.value
+        _compat.set_globally(context, value)
+
+    def __enter__(self) -> None:
+        _compat.set_globally(self._context, self._before)
+        self._local = self._context(self._value)
+        self._local.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._local.__exit__(*exception)

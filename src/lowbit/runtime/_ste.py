@@ -1,0 +1,51 @@
+"""ste: the straight-through estimator."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._array import dense
+from ._interpret import implicit
+
+
+def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The value of `fn(x, ...)`, made dense, with the derivative of `x`.
+
+    For rounding and other steps whose own derivative is zero: `d ste(fn)(x) = dx`, and zero for other arguments.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> jax.grad(lambda x: 3 * lowbit.ste(jnp.round)(x))(1.7)
+    Array(3., dtype=float32, weak_type=True)
+    """
+
+    @functools.wraps(fn)
+    def wrapped(x: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        x = jnp.asarray(dense(x))
+        # The derivative stops at every argument, so that `fn` need not have one.
+        value = dense(implicit(fn)(*_stop((x, *args)), **_stop(kwargs)))
+        if jnp.shape(value) != x.shape:
+            raise ValueError(
+                f"ste({getattr(fn, '__name__', fn)}) got an array of shape {x.shape} and returned {jnp.shape(value)}: "
+                "a straight-through function must keep the shape."
+            )
+        return _replace(x, jnp.asarray(value, x.dtype))
+
+    return wrapped
+
+
+def _stop(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, tree)
+
+
+@jax.custom_jvp
+def _replace(x: jax.Array, value: jax.Array) -> jax.Array:
+    del x
+    return value
+
+
+@_replace.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return _replace(*primals), tangents[0]
