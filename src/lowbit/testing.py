@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .formats._quantized import QuantizedArray
 from .ops.matmul import matmul_p
@@ -36,10 +36,10 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     >>> dense_weights(lambda x, q: x @ q.materialize(), x, q)[-1]
     DenseWeight(primitive='mul', shape=(64, 32), dtype='float32')
     """
-    if isinstance(fn_or_jaxpr, Jaxpr) or hasattr(fn_or_jaxpr, "jaxpr"):
-        jaxpr = getattr(fn_or_jaxpr, "jaxpr", fn_or_jaxpr)
-    else:
-        jaxpr = jax.make_jaxpr(fn_or_jaxpr)(*args).jaxpr
+    program: Any = fn_or_jaxpr
+    if not isinstance(program, (Jaxpr, ClosedJaxpr)):
+        program = jax.make_jaxpr(program)(*args)
+    jaxpr: Any = getattr(program, "jaxpr", program)
     weights = [leaf.shape for leaf in jax.tree.leaves(args, is_leaf=is_implicit) if is_implicit(leaf)]
     equations = list(_equations(jaxpr))
     for eqn in equations:

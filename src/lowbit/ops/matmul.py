@@ -81,8 +81,7 @@ def _jvp(primals: Any, tangents: Any, *, tree: Any, program: ClosedJaxpr, **para
     y = matmul(x, w, **params)
     # The parts of w are constants, whatever tangent they carry.
     if type(tangents[0]) is ad.Zero:
-        zero: Any = ad.Zero
-        return y, zero.from_primal_value(y)
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
     return y, matmul(tangents[0], w, **params)
 
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lowbit.formats._blocks import span_of
 from lowbit.formats._quantized import QuantizedArray
 from lowbit.ops.matmul import matmul
 from lowbit.runtime import register
 
-from .structural import permuted, reshaped, untransposed
+from .structural import layer, permuted, reshaped, squeezed, untransposed
 
 
 @register("dot_general")
@@ -46,35 +47,29 @@ def _product(
     dtype = preferred_element_type or jnp.promote_types(x.dtype, w.dtype)
     layers = 0 if w.index is None else w.index.ndim
     if sorted(batch[1])[:layers] != list(range(layers)):
-        w, layers = w.resolved(), 0
-    # All axes in stored order: the weight is the one that should not move.
+        w = w.resolved()
+    # Axes in stored order, for the weight is the one that should not move.
     stored = [w.swapped(a - w.ndim) + w.ndim for a in range(w.ndim)]
-    pairs = sorted(zip(batch[1], batch[0]), key=lambda pair: stored.index(pair[0]))
-    w_batch, x_batch = ([p[i] for p in pairs] for i in (0, 1))
-    pairs = sorted(zip(summed[1], summed[0]), key=lambda pair: stored.index(pair[0]))
-    w_sum, x_sum = ([p[i] for p in pairs] for i in (0, 1))
-    w_free = [a for a in stored if a not in (*w_batch, *w_sum)]
-    x_free = [a for a in range(x.ndim) if a not in (*x_batch, *x_sum)]
+    partner = dict(zip((*batch[1], *summed[1]), (*batch[0], *summed[0])))
+    w_batch = [a for a in stored if a in batch[1]]
+    w_sum = [a for a in stored if a in summed[1]]
+    w_free = [a for a in stored if a not in partner]
+    matrix, contract = _as_matrix(w, stored, w_batch, w_sum, w_free)
+    if matrix is NotImplemented:
+        # Axes become one only where those that share a scale come last.
+        def covered(a: int) -> float:
+            return min(span_of(w.spans, w.swapped(a - w.ndim)) or w.shape[a], w.shape[a]) / w.shape[a]
 
-    batch_shape = [w.shape[a] for a in w_batch]
-    k = math.prod(w.shape[a] for a in w_sum)
+        w_sum, w_free = sorted(w_sum, key=covered), sorted(w_free, key=covered)
+        matrix, contract = _as_matrix(w, stored, w_batch, w_sum, w_free)
+    if matrix is NotImplemented:
+        return NotImplemented
+    x_batch, x_sum = ([partner[a] for a in axes] for axes in (w_batch, w_sum))
+    x_free = [a for a in range(x.ndim) if a not in (*x_batch, *x_sum)]
     free_shape = [w.shape[a] for a in w_free]
-    if stored == [*w_batch, *w_free, *w_sum] and w_sum:
-        contract, shape = -1, [*batch_shape, math.prod(free_shape), k]
-        matrix = w.replace(transposed=False)
-    else:
-        contract, shape = -2, [*batch_shape, k, math.prod(free_shape)]
-        order = [*w_batch, *w_sum, *w_free]
-        matrix = w.replace(transposed=False) if stored == order else untransposed(permuted(w, order))
-    if len(w_sum) != 1 or len(w_free) != 1:
-        matrix = reshaped(matrix, shape)
-        if matrix is NotImplemented:
-            return NotImplemented
-        assert isinstance(matrix, QuantizedArray)
-        matrix = untransposed(matrix)
 
     rows = lax.transpose(x, [*x_batch, *x_free, *x_sum])
-    rows = rows.reshape(*rows.shape[: rows.ndim - len(x_sum)], k)
+    rows = rows.reshape(*rows.shape[: rows.ndim - len(x_sum)], matrix.shape[contract])
     # Positions of the result's axes in (batch, rows, free) as they lie here.
     found = {("w", a): i for i, a in enumerate(w_batch)}
     found |= {("x", a): len(w_batch) + i for i, a in enumerate(x_free)}
@@ -92,3 +87,53 @@ def _product(
     if len(w_free) != 1:
         y = y.reshape(*y.shape[:-1], *free_shape)
     return lax.transpose(y, order)
+
+
+def _as_matrix(
+    w: QuantizedArray, stored: list[int], batch: list[int], summed: list[int], free: list[int]
+) -> tuple[Any, int]:
+    """The weight stored as (*batch, k, n) or (*batch, n, k), whichever it is already, and the axis of k."""
+    contract = -1 if summed and stored == [*batch, *free, *summed] else -2
+    order = [*batch, *free, *summed] if contract == -1 else [*batch, *summed, *free]
+    matrix = w.replace(transposed=False) if stored == order else untransposed(permuted(w, order))
+    if len(summed) == len(free) == 1:
+        return matrix, contract
+    k, n = (math.prod(w.shape[a] for a in axes) for axes in (summed, free))
+    matrix = reshaped(matrix, [*(w.shape[a] for a in batch), *((n, k) if contract == -1 else (k, n))])
+    return matrix if matrix is NotImplemented else untransposed(matrix), contract
+
+
+@register("ragged_dot_general")
+def _(
+    x: jax.Array,
+    w: QuantizedArray,
+    group_sizes: jax.Array,
+    *,
+    ragged_dot_dimension_numbers: Any,
+    group_offset: Any = None,
+    **params: Any,
+) -> Any:
+    dims = ragged_dot_dimension_numbers
+    (x_sum, w_sum), batch = dims.dot_dimension_numbers
+    (rows,), groups = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
+    if len(groups) != 1 or batch != ((), ()) or rows in x_sum or group_offset is not None:
+        return NotImplemented
+    experts = permuted(w, [groups[0], *(a for a in range(w.ndim) if a != groups[0])])
+    w_sum = [a - (a > groups[0]) for a in w_sum]
+    group_sizes = jnp.asarray(group_sizes)
+    ends = jnp.cumsum(group_sizes)
+
+    def product(g: Any) -> Any:
+        expert = squeezed(layer(experts, g), [0])
+        return _product(x, expert, (x_sum, w_sum), ((), ()), **params)
+
+    y = jax.eval_shape(product, 0)
+    kept = len([a for a in range(rows) if a not in x_sum])  # where the rows are in the result
+    number = lax.broadcasted_iota(ends.dtype, y.shape, kept)
+
+    def step(y: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+        mine = (number < ends[g]) & (number >= ends[g] - group_sizes[g])
+        return jnp.where(mine, product(g), y), None
+
+    # One expert after the other, each over all rows: every row belongs to one of them or to none.
+    return lax.scan(step, jnp.zeros(y.shape, y.dtype), jnp.arange(experts.shape[0]))[0]

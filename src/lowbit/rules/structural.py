@@ -159,6 +159,8 @@ def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
 
 @register("squeeze")
 def _(w: QuantizedArray, *, dimensions: Sequence[int]) -> Any:
+    if len(dimensions) == w.ndim:  # one element, which has no axis to store it along
+        return lax.squeeze(w.materialize(), dimensions)
     return squeezed(w, dimensions)
 
 
@@ -266,7 +268,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 
 def _joined_span(lengths: Sequence[int], spans: Sequence[int]) -> int | None:
     """The span along axes made one: the last ones covered whole, one in part, those before not at all."""
-    covers = [length if span == WHOLE else span for length, span in zip(lengths, spans)]
+    covers = [length if span == WHOLE else min(span, length) for length, span in zip(lengths, spans)]
     joined, partial = 1, False
     for length, span in zip(reversed(lengths), reversed(covers)):
         if (partial and span != 1) or length % span:

@@ -170,7 +170,7 @@ class ImplicitArray:
         return operate(jnp.reshape, self, shape=tuple(operator.index(n) for n in dims))
 
     def astype(self, dtype: Any) -> Any:
-        return operate(jnp.astype, self, dtype=np.dtype(dtype))
+        return operate(_astype, self, dtype=np.dtype(dtype))
 
     def __getitem__(self, index: Any) -> Any:
         operands: list[Any] = []
@@ -278,6 +278,10 @@ def _compiled(fn: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Ca
         return fn(*operands, **dict(static))
 
     return jax.jit(implicit(call))
+
+
+def _astype(array: jax.Array, *, dtype: np.dtype) -> jax.Array:
+    return array.astype(dtype)
 
 
 # --- indexing: integers and arrays are operands, the rest of the index is static

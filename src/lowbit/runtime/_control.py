@@ -157,7 +157,7 @@ def _(
 ) -> Any:
     split = params.get("_split_transpose", False)
     consts = operands[:num_consts]
-    init = operands[num_consts : num_consts + num_carry]
+    init = list(operands[num_consts : num_consts + num_carry])
     xs = operands[num_consts + num_carry :]
     # JAX would slice, that is copy, each layer of a stack. A stack goes in whole, with the number of the layer.
     sliced = [None if is_implicit(x) else x for x in xs]

@@ -48,6 +48,8 @@ use_implicit = implicit
 
 def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`implicit(fn)(*args, **kwargs)`, where results may have work deferred (`ImplicitArray.resolved`)."""
+    global trace_count
+    trace_count += 1
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_implicit)
     traced_at = [i for i, leaf in enumerate(leaves) if is_implicit(leaf) or _is_dense(leaf)]
     out_tree, static_outs, dense_at = None, [], []
@@ -194,6 +196,7 @@ class MaterializationWarning(UserWarning):
 
 
 materialization: Setting[str] = Setting("materialization", "warn", ("allow", "warn", "error"))
+trace_count = 0  # how often `implicit` traced, for tests of caching
 _warned: set[tuple[str, type]] = set()
 
 

@@ -115,7 +115,7 @@ def apply_rules(primitive: core.Primitive, operands: Sequence[Any], params: dict
 def describe(operand: Any) -> str:
     if isinstance(operand, ImplicitArray):
         return f"{type(operand).__name__} {operand.dtype}{list(operand.shape)}"
-    return f"{np.result_type(operand)}{list(np.shape(operand))}"
+    return f"{getattr(operand, 'dtype', type(operand).__name__)}{list(np.shape(operand))}"
 
 
 @dataclasses.dataclass

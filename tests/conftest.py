@@ -1,0 +1,23 @@
+import os
+
+# Sharding is tested on eight devices that are none.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import pytest
+from helpers import layouts
+
+import lowbit
+from lowbit.runtime import _interpret
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", layouts(), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def fresh_policy():
+    """Every test starts with the default policy, and with nothing warned of."""
+    _interpret._warned.clear()
+    yield
+    lowbit.materialization("warn")

@@ -1,0 +1,78 @@
+"""What the tests share: every format in every layout, and comparisons that assert."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lowbit
+from lowbit import FORMATS, QuantizedArray
+
+K, N, ROWS, LAYERS = 64, 96, 8, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A format with its scales along one of the axes."""
+
+    format: str
+    axis: int
+    block_size: int | None
+
+    def quantize(self, array: Any, **options: Any) -> QuantizedArray:
+        block = {} if self.block_size is None else {"block_size": self.block_size}
+        return FORMATS[self.format].quantize(array, axis=self.axis, **block, **options)
+
+    def __str__(self) -> str:
+        return f"{self.format}-axis{self.axis}" + (f"-block{self.block_size}" if self.block_size else "")
+
+
+def layouts() -> list[Layout]:
+    """A new row in the table of formats is a new set of tests."""
+    return [
+        Layout(name, axis, block) for name in FORMATS for axis, block in ((-1, None), (-2, None), (-2, 32), (-1, 16))
+    ]
+
+
+@functools.cache
+def weights(layout: Layout) -> dict[str, QuantizedArray]:
+    """Quantized arrays of the shapes that the features use, none of which is the shape of an activation."""
+    w, square, stack, heads = jax.random.split(jax.random.key(1), 4)
+    return {
+        "w": layout.quantize(jax.random.normal(w, (K, N))),
+        "square": layout.quantize(jax.random.normal(square, (K, K)) / 8),
+        "stack": layout.quantize(jax.random.normal(stack, (LAYERS, K, K)) / 8),
+        "heads": layout.quantize(jax.random.normal(heads, (K, 4, 32))),
+    }
+
+
+def activations() -> jax.Array:
+    return jax.random.normal(jax.random.key(2), (ROWS, K))
+
+
+def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    """Equal in structure, shape, dtype, and in value to `tolerance` of the largest."""
+    got, want = lowbit.materialize(got), lowbit.materialize(want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        assert g.shape == w.shape, (g.shape, w.shape)
+        assert g.dtype == w.dtype, (g.dtype, w.dtype)
+        g, w = (np.asarray(a, np.float64 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype) for a in (g, w))
+        if not np.issubdtype(w.dtype, np.floating):
+            np.testing.assert_array_equal(g, w)
+        elif w.size:
+            assert np.array_equal(np.isnan(g), np.isnan(w))
+            scale = max(np.nanmax(np.abs(w), initial=0), 1e-30)
+            error = np.nanmax(np.abs(g - w), initial=0) / scale
+            assert error <= tolerance, f"relative error {error}"
+
+
+def assert_same_bits(a: QuantizedArray, b: QuantizedArray) -> None:
+    """The same array to the last stored bit."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
