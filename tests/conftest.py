@@ -4,7 +4,7 @@ import os
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import pytest
-from helpers import layouts
+from helpers import layouts, more_layouts
 
 import lowbit
 from lowbit.runtime import _interpret
@@ -13,6 +13,8 @@ from lowbit.runtime import _interpret
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layout" in metafunc.fixturenames:
         metafunc.parametrize("layout", layouts(), ids=str)
+    if "any_layout" in metafunc.fixturenames:
+        metafunc.parametrize("any_layout", layouts() + more_layouts(), ids=str)
 
 
 @pytest.fixture(autouse=True)

@@ -90,12 +90,14 @@ def test_gradients_of_a_plain_product(layout: Layout, x: jax.Array, order: int) 
     def loss(w, row):
         return jnp.sin(row @ w).sum()
 
+    def total(w, x):
+        return jax.vmap(partial(loss, w))(x).sum()
+
     derivative = jax.grad if order == 1 else jax.hessian
     with lowbit.materialization("error"):
         assert_close(derivative(partial(loss, q))(x[0]), derivative(partial(loss, w))(x[0]))
         assert_close(jax.vmap(derivative(partial(loss, q)))(x), jax.vmap(derivative(partial(loss, w)))(x))
-        total = lambda w: lambda x: jax.vmap(partial(loss, w))(x).sum()  # noqa: E731
-        assert_close(jax.grad(total(q))(x), jax.grad(total(w))(x))
+        assert_close(jax.grad(partial(total, q))(x), jax.grad(partial(total, w))(x))
         tangent = (jnp.ones_like(x),)
         assert_close(jax.jvp(partial(loss, q), (x,), tangent), jax.jvp(partial(loss, w), (x,), tangent))
     assert dense_weights(jax.grad(partial(loss, q)), x[0]) == []
@@ -261,7 +263,10 @@ def test_ste_is_exact_and_straight(layout: Layout) -> None:
     quantize = lowbit.ste(layout.quantize)
     np.testing.assert_array_equal(quantize(w), layout.quantize(w).materialize())
     np.testing.assert_array_equal(jax.jit(quantize)(w), layout.quantize(w).materialize())
-    loss = lambda w: (quantize(w) ** 2).sum()  # noqa: E731
+
+    def loss(w):
+        return (quantize(w) ** 2).sum()
+
     np.testing.assert_array_equal(jax.grad(loss)(w), 2 * layout.quantize(w).materialize())
     assert_close(jax.jvp(jax.grad(loss), (w,), (w,))[1], 2 * w)
     assert_close(jax.vmap(jax.grad(loss))(jnp.stack([w, 2 * w]))[1], jax.grad(loss)(2 * w))

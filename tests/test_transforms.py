@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import LAYERS, K, Layout, N, activations, assert_close, weights
+from helpers import LAYERS, K, Layout, N, activations, assert_close, layouts, more_layouts, weights
 from jax import lax
 
 import lowbit
@@ -35,90 +35,116 @@ def may_go_dense(fn: Feature) -> Feature:
 # --- products
 
 
+LAYOUT_MATTERS: list[str] = []
+
+
+def layout_matters(fn: Feature) -> Feature:
+    """For features that are tested with blocks along either axis and without."""
+    LAYOUT_MATTERS.append(fn.__name__)
+    return fn
+
+
+@layout_matters
 @fused
 def matmul_left(x, p):
     return x @ p["w"]
 
 
+@layout_matters
 @fused
 def matmul_right(x, p):
     return p["w"].T @ x.T
 
 
+@layout_matters
 @fused
 def square_transposed(x, p):
     return x @ p["square"].T
 
 
+@layout_matters
 @fused
 def vector_times_matrix(x, p):
     return x[0] @ p["w"], p["w"] @ jnp.arange(float(N))
 
 
+@layout_matters
 @fused
 def einsum(x, p):
     return jnp.einsum("bk,kn->bn", x, p["w"]), jnp.einsum("bd,vd->bv", x, p["square"])
 
 
+@layout_matters
 @fused
 def einsum_weight_first(x, p):
     return jnp.einsum("kn,bk->nb", p["w"], x)
 
 
+@layout_matters
 @fused
 def einsum_heads(x, p):
     return jnp.einsum("bd,dhk->bhk", x, p["heads"]), jnp.einsum("bd,dhk->hbk", x, p["heads"])
 
 
+@layout_matters
 @fused
 def einsum_batched(x, p):
     xs = jnp.stack([x] * LAYERS)
     return jnp.einsum("ebk,ekn->ebn", xs, p["stack"]), jnp.einsum("bk,ekn->ebn", x, p["stack"])
 
 
+@layout_matters
 @fused
 def einsum_batch_in_the_middle(x, p):
     xs = jnp.stack([x] * LAYERS, axis=1)
     return jnp.einsum("bek,ekn->ben", xs, p["stack"])
 
 
+@layout_matters
 @fused
 def tensordot_two_axes(x, p):
     y = jnp.ones((5, 4, 32))
     return jnp.tensordot(y, p["heads"], [[1, 2], [1, 2]])
 
 
+@layout_matters
 @fused
 def batched_weight(x, p):
     return x @ p["stack"]
 
 
+@layout_matters
 @fused
 def preferred_element_type(x, p):
     return lax.dot(x.astype(jnp.bfloat16), p["w"].astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
 
+@layout_matters
 @fused
 def precision(x, p):
     return jnp.dot(x, p["w"], precision=lax.Precision.HIGHEST)
 
 
+@layout_matters
 @fused
 def one_hot_times_weight(x, p):
     return jax.nn.one_hot(jnp.array([1, 5, 63]), K) @ p["w"]
 
 
+@layout_matters
 @fused
 def tied_head(x, p):
     embedded = jnp.take(p["square"], jnp.array([3, 9, 20]), axis=0)
     return embedded @ p["square"].T
 
 
+@layout_matters
 @may_go_dense
 def quantized_times_quantized(x, p):
     return p["square"] @ p["w"]
 
 
+@layout_matters
 @may_go_dense
 def attention(x, p):
     q = (x @ p["square"]).reshape(1, 8, 2, 32)
@@ -128,12 +154,14 @@ def attention(x, p):
 # --- looking up and moving
 
 
+@layout_matters
 @fused
 def embedding(x, p):
     ids = jnp.array([[0, 5], [63, 2]])
     return p["w"][ids], jnp.take(p["w"], ids, axis=0)
 
 
+@layout_matters
 @fused
 def embedding_out_of_bounds(x, p):
     ids = jnp.array([0, 1000, -1])
@@ -144,44 +172,52 @@ def embedding_out_of_bounds(x, p):
     )
 
 
+@layout_matters
 @may_go_dense
 def columns_by_index(x, p):
     ids = jnp.array([0, 5])
     return p["w"][:, ids], jnp.take(p["w"].T, ids, axis=0), p["w"].T[:, ids], p["stack"][:, ids], p["w"][ids, ids]
 
 
+@layout_matters
 @may_go_dense
 def take_along_axis(x, p):
     return jnp.take_along_axis(p["w"], jnp.zeros((K, 2), int), axis=1)
 
 
+@layout_matters
 @may_go_dense
 def slices(x, p):
     w = p["w"]
     return w[32:64], w[:, 32:64], w[3], w[:, 3], w[..., 0:33], w[::2], w[:, ::3], w[None], w[-1, 5], w[5:7]
 
 
+@layout_matters
 @may_go_dense
 def dynamic_slices(x, p):
     i = jnp.argmax(x[0]) * 0 + 5
     return lax.dynamic_slice(p["w"], (i, 0), (2, N)), p["w"][i], p["stack"][i - 4], p["w"][:, i]
 
 
+@layout_matters
 @may_go_dense
 def concatenated(x, p):
     return jnp.concatenate([p["w"], p["w"]]), jnp.concatenate([p["w"], p["w"]], axis=1), jnp.stack([p["w"], p["w"]])
 
 
+@layout_matters
 @may_go_dense
 def at_set(x, p):
     return p["w"].at[0].set(1.0)
 
 
+@layout_matters
 @may_go_dense
 def reshaped(x, p):
     return p["w"].reshape(4, 16, N), p["w"].reshape(-1), p["heads"].reshape(K, -1), p["w"].T.reshape(2, 48, K)
 
 
+@layout_matters
 @may_go_dense
 def permuted(x, p):
     return jnp.transpose(p["heads"], (2, 0, 1)), jnp.swapaxes(p["stack"], 0, 2), p["stack"].mT, p["w"].T.T
@@ -257,6 +293,7 @@ def jit_returning_it(x, p):
 # --- loops
 
 
+@layout_matters
 @fused
 def scan_over_layers(x, p):
     return lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, p["stack"])
@@ -362,6 +399,7 @@ def vmap_over_rows(x, p):
     return jax.vmap(lambda row: row @ p["w"])(x)
 
 
+@layout_matters
 @fused
 def vmap_over_layers(x, p):
     return jax.vmap(lambda w: x @ w)(p["stack"]), jax.vmap(lambda x, w: x @ w.T, (None, 0))(x, p["stack"])
@@ -377,6 +415,7 @@ def vmap_with_collective(x, p):
     return jax.vmap(lambda row: lax.psum(row @ p["w"], "rows"), axis_name="rows")(x)
 
 
+@layout_matters
 @fused
 def grad_of_activations(x, p):
     return jax.grad(lambda x: jnp.sin(x @ p["w"]).sum())(x)
@@ -483,6 +522,7 @@ def barriers(x, p):
     return lax.stop_gradient(x) @ lax.stop_gradient(w)
 
 
+@layout_matters
 @fused
 def ragged_dot(x, p):
     return lax.ragged_dot(x, p["stack"], jnp.array([3, 0, 5]))
@@ -497,20 +537,33 @@ TOLERANCE = {"preferred_element_type": 5e-3}
 DENSE = {name: jax.jit(feature) for name, feature in ALL.items()}
 
 
-@pytest.mark.parametrize("feature", ALL, ids=str)
-def test_a_feature_equals_the_dense_program(feature: str, layout: Layout) -> None:
+def check(feature: str, layout: Layout) -> None:
     x, p = activations(), weights(layout)
     want = DENSE[feature](x, lowbit.materialize(p))
     with lowbit.materialization("error" if feature in FUSED else "allow"):
-        assert_close(jax.jit(implicit(ALL[feature]))(x, p), want, TOLERANCE.get(feature, 2e-5))
+        traced = jax.jit(implicit(ALL[feature])).trace(x, p)
+        got = traced.lower().compile()(x, p)
+    assert_close(got, want, TOLERANCE.get(feature, 2e-5))
     if feature in FUSED:
-        assert dense_weights(implicit(ALL[feature]), x, p) == []
+        assert dense_weights(traced.jaxpr, p) == []
+
+
+@pytest.mark.parametrize("feature", ALL, ids=str)
+def test_a_feature_equals_the_dense_program(feature: str, layout: Layout) -> None:
+    check(feature, layout)
+
+
+# What the layout of the scales decides.
+@pytest.mark.parametrize("other", more_layouts(), ids=str)
+@pytest.mark.parametrize("feature", LAYOUT_MATTERS, ids=str)
+def test_a_feature_equals_the_dense_program_in_other_layouts(feature: str, other: Layout) -> None:
+    check(feature, other)
 
 
 # One layout is enough for what depends on the program alone.
 @pytest.mark.parametrize("feature", ALL, ids=str)
 def test_a_feature_works_eagerly_and_leaks_nothing(feature: str) -> None:
-    layout = Layout(next(iter(lowbit.FORMATS)), -2, None)
+    layout = layouts()[0]
     x, p = activations(), weights(layout)
     want = ALL[feature](x, lowbit.materialize(p))
     with lowbit.materialization("allow"), jax.checking_leaks():

@@ -2,7 +2,9 @@
 
 from . import rules as rules
 from .formats import FORMATS as FORMATS
+from .formats import Array1B as Array1B
 from .formats import Array8B as Array8B
+from .formats import ArrayNF4 as ArrayNF4
 from .formats import Format as Format
 from .formats import QuantizedArray as QuantizedArray
 from .formats import register_format as register_format

@@ -43,7 +43,7 @@ def repeated(x: jax.Array, axis: int, times: int, length: int) -> jax.Array:
     wide = lax.broadcast_in_dim(
         x, (*x.shape[: at + 1], times, *x.shape[at + 1 :]), [i + (i > at) for i in range(x.ndim)]
     )
-    return axis_slice(wide.reshape(*x.shape[:at], -1, *x.shape[at + 1 :]), axis, 0, length)
+    return axis_slice(wide.reshape(*x.shape[:at], x.shape[at] * times, *x.shape[at + 1 :]), axis, 0, length)
 
 
 def spread(x: jax.Array, spans: Sequence[int], shape: Sequence[int]) -> jax.Array:
@@ -69,8 +69,9 @@ def _reduce(fn: Callable[..., jax.Array], x: jax.Array, spans: Sequence[int]) ->
 
 
 def block_max(x: jax.Array, spans: Sequence[int]) -> jax.Array:
-    """The largest element of each block. For x >= 0: a short block counts as filled with zeros."""
-    return _reduce(partial(jnp.max, initial=0), x, spans)
+    """The largest |x| of each block; infinite where one is NaN, which not every backend's maximum would notice."""
+    size = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+    return _reduce(partial(jnp.max, initial=0), size, spans)
 
 
 def block_sum(x: jax.Array, spans: Sequence[int]) -> jax.Array:

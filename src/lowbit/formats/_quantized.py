@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -48,6 +49,8 @@ class QuantizedArray(ImplicitArray):
 
     # The documented names of the parts, in the order of the constructor.
     part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
+    # Parts from which `scale_values` decodes, if they are there. They have the axes of the array before the last two.
+    scale_parts: ClassVar[tuple[str, ...]] = ()
 
     # --- what a format says
 
@@ -72,6 +75,12 @@ class QuantizedArray(ImplicitArray):
     def scale_values(self) -> jax.Array:
         """The scales as float32, where a format stores them otherwise."""
         return self.scales
+
+    def plain(self) -> Self:
+        """The same array with its scales stored as they are, ready to be moved about. Not a value changes."""
+        if all(getattr(self, name) is None for name in self.scale_parts):
+            return self
+        return self.replace(scales=self.scale_values(), **dict.fromkeys(self.scale_parts))
 
     # --- making one
 
@@ -103,27 +112,41 @@ class QuantizedArray(ImplicitArray):
 
     @classmethod
     def from_parts(
-        cls, *, dtype: Any = np.float32, axis: Any = None, block_size: int | None = None, **parts: Any
+        cls,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: Any = np.float32,
+        axis: Any = None,
+        block_size: int | None = None,
+        **parts: Any,
     ) -> Self:
-        """From the stored parts by their documented names; `axis` and `block_size` where the shapes do not tell."""
+        """From the stored parts by their documented names; `shape`, `axis` and `block_size` where those do not tell."""
+        own = {n for c, b in zip(cls._fields(), QuantizedArray._fields(), strict=True) for n in c if n not in b}
         missing = [name for name in cls.part_names if name not in parts]
-        unknown = [name for name in parts if name not in cls.part_names]
+        unknown = [name for name in parts if name not in {*cls.part_names, *own}]
         if missing or unknown:
             raise TypeError(
-                f"{cls.__name__} is made of {', '.join(cls.part_names)}: "
+                f"{cls.__name__} is made of {', '.join((*cls.part_names, *sorted(own)))}: "
                 f"missing {missing or 'none'}, not known {unknown or 'none'}."
             )
-        codes, scales = (jnp.asarray(parts[name]) for name in cls.part_names)
-        shape, spans = codes.shape, []
-        for at in range(-codes.ndim, 0):
-            many = scales.shape[at] if scales.ndim == codes.ndim else 0
-            if many in (1, shape[at]):
-                spans.append(1 if many == shape[at] else WHOLE)
-            else:
-                spans.append(block_size or (-(-shape[at] // many) if many else 1))
+        parts = {**dict.fromkeys(cls.scale_parts), **parts}
+        codes, scales = (jnp.asarray(parts.pop(name)) for name in cls.part_names)
+        new = cls.build(shape=(), dtype=dtype, spans=(), codes=codes, scales=scales, **parts)
+        if shape is None:
+            shape = (*codes.shape[:-1], codes.shape[-1] * new.packing["codes"])
         if axis is not None:
             spans = axis_spans(shape, axis, block_size)
-        new = cls.build(codes=codes, scales=scales, shape=shape, dtype=dtype, spans=spans)
+        elif scales.ndim == len(shape):
+            many = [(n, stored) for n, stored in zip(shape, scales.shape, strict=True)]
+            spans = [
+                1 if n == stored else WHOLE if stored == 1 else block_size or -(-n // stored) for n, stored in many
+            ]
+            spans = [block_size if s == WHOLE and block_size else s for s in spans] if max(spans) <= 1 else spans
+        else:
+            raise ValueError(
+                f"A {cls.__name__} of {codes.ndim} axes needs scales of as many, not of shape {scales.shape}."
+            )
+        new = new.reshaped(shape, spans)
         _ = new.shape  # raises if the parts do not fit each other
         return new
 
@@ -142,12 +165,14 @@ class QuantizedArray(ImplicitArray):
         return {**{name: (n,) if n > 1 else () for name, n in self.packing.items()}, "scales": self.spans}
 
     def parts(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.part_spans()}
+        names = (*self.part_spans(), *self.scale_parts)
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @functools.cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape as stored: the stack that `index` chooses from, the last two axes in their stored order."""
-        parts, spans, lengths = self.parts(), self.part_spans(), dict(self.lengths)
+        spans, lengths = self.part_spans(), dict(self.lengths)
+        parts = {name: getattr(self, name) for name in spans}
         ranks = {name: len(part.shape) for name, part in parts.items()}
         if len(set(ranks.values())) > 1:
             raise ValueError(
@@ -218,9 +243,11 @@ class QuantizedArray(ImplicitArray):
         return axis_slice(codes, -1, 0, shape[-1]) * scales
 
     def materialize(self) -> jax.Array:
-        return self.logical_view(self.decode()).astype(self.dtype)
+        return _materialize(self)
 
-    dequantize = materialize
+    def dequantize(self) -> jax.Array:
+        """`materialize()` by its other name."""
+        return self.materialize()
 
     def resolved(self) -> Self:
         index = self.index
@@ -236,7 +263,7 @@ class QuantizedArray(ImplicitArray):
 
     def map_parts(self, fn: Callable[[Any, tuple[int, ...]], Any], **changes: Any) -> Self:
         """The same array with `fn(part, its spans)` in the place of each part."""
-        spans = self.part_spans()
+        spans = self.part_spans() | dict.fromkeys(self.scale_parts, (WHOLE, WHOLE))
         return self.replace(**{name: fn(part, spans[name]) for name, part in self.parts().items()}, **changes)
 
     def delete(self) -> None:
@@ -269,6 +296,11 @@ class QuantizedArray(ImplicitArray):
         return PartitionSpec(*spec[:-2], spec[-1], spec[-2]) if self.transposed else PartitionSpec(*spec)
 
 
+@partial(jax.jit, inline=True)  # compiled as one when called eagerly
+def _materialize(array: QuantizedArray) -> jax.Array:
+    return array.logical_view(array.decode()).astype(array.dtype)
+
+
 # --- what every `quantize` starts and ends with
 
 
@@ -285,6 +317,19 @@ def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple
     for a in axes:
         spans[a] = WHOLE if block_size is None else block_size
     return tuple(spans)
+
+
+def _likely_span(length: int, stored: int, block_size: int | None) -> int:
+    """What a scale covers on an axis of `length` with `stored` scales."""
+    if length == stored:
+        return 1
+    return block_size or (WHOLE if stored == 1 else -(-length // stored))
+
+
+def checked_block_size(block_size: int | None) -> int | None:
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size={block_size} must be at least 1, or None for one scale along the whole axis.")
+    return block_size
 
 
 def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Array:
@@ -318,7 +363,8 @@ def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str) -> Non
     if isinstance(scales, Tracer) or not bool(jnp.isnan(scales).any()):
         return
     # A float64 beyond float32 is finite, but its scale is not.
-    bad = ~np.isfinite(np.asarray(array).astype(np.float32))
+    with np.errstate(over="ignore"):
+        bad = ~np.isfinite(np.asarray(array).astype(np.float32))
     first = tuple(int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
         f"Cannot quantize to {format!r}: {int(bad.sum())} of {array.size} values are NaN or infinite in float32, "

@@ -18,6 +18,7 @@ from ._quantized import (
     Format,
     QuantizedArray,
     axis_spans,
+    checked_block_size,
     checked_input,
     finite_or_nan,
     raise_if_not_finite,
@@ -45,9 +46,7 @@ class Array8B(QuantizedArray):
         `dtype`: of the array as it reads; default the input's.
         """
         array = checked_input(array, "int8")
-        if block_size is not None and block_size < 1:
-            raise ValueError(f"block_size={block_size} must be at least 1.")
-        spans = axis_spans(array.shape, -1 if axis is None else axis, block_size)
+        spans = axis_spans(array.shape, -1 if axis is None else axis, checked_block_size(block_size))
         codes, scales = _encode(array, spans)
         raise_if_not_finite(array, scales, "int8")
         return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype or array.dtype, spans=spans)
@@ -59,7 +58,7 @@ class Array8B(QuantizedArray):
 @partial(jax.jit, static_argnums=1)
 def _encode(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     array = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
-    scales = finite_or_nan(block_max(jnp.abs(array), spans) / 127)
+    scales = finite_or_nan(block_max(array, spans) / 127)
     # Also where the scale is 0, which the division must not meet, or NaN, which has no int8.
     usable = jnp.where(scales > 0, scales, jnp.inf)
     codes = jnp.round(array / spread(usable, spans, array.shape))

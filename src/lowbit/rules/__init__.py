@@ -1,5 +1,6 @@
 """How a primitive acts on any QuantizedArray. One rule per primitive; no format names."""
 
 from . import contraction as contraction
+from . import elementwise as elementwise
 from . import lookup as lookup
 from . import structural as structural

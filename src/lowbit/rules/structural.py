@@ -82,6 +82,7 @@ def stored_permuted(w: QuantizedArray, order: Sequence[int], transposed: bool) -
         codes = on_codes(w, lambda codes: lax.transpose(codes, order))
     else:
         codes = {name: lax.transpose(getattr(w, name), order) for name in w.packing}
+    w = w.plain()
     shape, spans = w.stored_shape, full_spans(w)
     return w.reshaped(
         [shape[a] for a in order],
@@ -117,6 +118,7 @@ def squeezed(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
         index = lax.squeeze(w.index, [a for a in axes if a < layers])
         rest = [a - layers + 1 for a in axes if a >= layers]
         return squeezed(w.replace(index=None), rest).replace(index=index)
+    w = w.plain()
     ndim = w.ndim
     gone = [w.swapped(a - ndim) + ndim for a in axes]
     kept = [a for a in range(ndim) if a not in gone]
@@ -144,6 +146,7 @@ def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
             shift = 1 - w.index.ndim
             return _under_index(w, lambda stack: expanded(stack, [a + shift for a in axes]))
         return expanded(w.resolved(), axes)
+    w = w.plain()
     ndim = w.ndim + len(axes)
     if any(a >= ndim - 2 for a in axes):
         w = untransposed(w)
@@ -172,7 +175,7 @@ def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence
     grown = [a for a in range(len(shape)) if w.shape[a] != shape[a]]
     if not grown:
         return w
-    w = untransposed(w.resolved())
+    w = untransposed(w.resolved().plain())
     spans = full_spans(w)
     if any(spans[a] > 1 for a in grown):
         return NotImplemented  # one block would become many
@@ -201,6 +204,7 @@ def reshaped(w: QuantizedArray, shape: Sequence[int]) -> Any:
         return _under_index(w, lambda whole: reshaped(whole, [stack, *shape[layers:]]))
     if w.size == 0:
         return NotImplemented
+    w = w.plain()
     ones = [a for a, n in enumerate(w.shape) if n == 1]
     new_ones = [a for a, n in enumerate(shape) if n == 1]
     core = [n for n in shape if n != 1]
@@ -330,7 +334,7 @@ def cut(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The window of these sizes at `starts`, which may be traced, and are in bounds."""
     if _is_layer(w, sizes):
         return layer(w, starts[0])
-    w = w.resolved()
+    w = w.resolved().plain()
     ndim = w.ndim
     axes = [w.swapped(a - ndim) + ndim for a in range(ndim)]
     starts, sizes = [starts[a] for a in axes], [sizes[a] for a in axes]
@@ -377,7 +381,7 @@ def _(w: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides: Any
 
 
 def _strided(w: QuantizedArray, starts: Any, limits: Any, strides: Any) -> Any:
-    w = untransposed(w.resolved())
+    w = untransposed(w.resolved().plain())
     shape, spans = w.stored_shape, full_spans(w)
     steps = [(0, n, 1) if spans[a] == WHOLE else (starts[a], limits[a], strides[a]) for a, n in enumerate(shape)]
     if any(span > 1 and steps[a] != (0, shape[a], 1) for a, span in enumerate(spans)):
@@ -418,7 +422,7 @@ def _alike(arrays: Sequence[Any]) -> list[QuantizedArray] | None:
     """The arrays in one storage order, or None where codes or scales mean different things."""
     if not all(type(a) is type(arrays[0]) for a in arrays):
         return None
-    arrays = [a.resolved() for a in arrays]
+    arrays = [a.resolved().plain() for a in arrays]
     if len({a.transposed for a in arrays}) > 1:
         arrays = [untransposed(a) for a in arrays]
     kinds = {jax.tree.structure(a.replace(lengths=())) for a in arrays}

@@ -295,12 +295,12 @@ def _split_index(item: Any, operands: list[Any]) -> list[Any]:
         return [tuple(None if b is None else operator.index(b) for b in bounds)]
     if item is None or item is Ellipsis:
         return [item]
-    if isinstance(item, (bool, np.bool_)) or getattr(item, "dtype", None) == np.bool_:
+    if getattr(item, "dtype", None) == np.bool_ and item.ndim:
         # The size of the result depends on the values, so they must be known here.
         positions = np.nonzero(np.asarray(item))
         operands.extend(positions)
         return [_OPERAND] * len(positions)
-    if isinstance(item, (int, *DENSE_TYPES)):
+    if isinstance(item, (int, *DENSE_TYPES)) and not isinstance(item, (bool, np.bool_)):
         operands.append(item)
         return [_OPERAND]
     raise TypeError(

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -103,13 +103,14 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
 def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if eqn.primitive is capture_p:
         return [jax.tree.unflatten(eqn.params["tree"], operands)]
-    captures = any(map(_has_captures, _compat.subjaxprs(eqn.params)))
+    captured = [array for inner in _compat.subjaxprs(eqn.params) for array in _captured(inner)]
     with eqn.ctx.manager:
-        if not captures and not any(map(is_implicit, operands)):
+        if not captured and not any(map(is_implicit, operands)):
             return _compat.rebind(eqn, operands)
         outs = apply_rules(eqn.primitive, operands, eqn.params)
         if outs is NotImplemented:
-            # Captures that are left inside materialize themselves when they are lowered.
+            for array in captured:  # which will materialize itself when it is lowered
+                _ask_policy(array, eqn.primitive)
             return _compat.rebind(eqn, [go_dense(x, eqn.primitive) for x in operands])
     outs = list(outs) if eqn.primitive.multiple_results else [outs]
     for out, var in zip(outs, eqn.outvars, strict=True):
@@ -182,10 +183,13 @@ batching.primitive_batchers[capture_p] = _capture_batched
 mlir.register_lowering(capture_p, mlir.lower_fun(_materialize_parts, multiple_results=False))
 
 
-def _has_captures(jaxpr: Jaxpr) -> bool:
-    return any(
-        eqn.primitive is capture_p or any(map(_has_captures, _compat.subjaxprs(eqn.params))) for eqn in jaxpr.eqns
-    )
+def _captured(jaxpr: Jaxpr) -> Iterator[ImplicitArray]:
+    """The arrays that entered a program by capture, with types in the place of their parts."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is capture_p:
+            yield jax.tree.unflatten(eqn.params["tree"], [v.aval for v in eqn.invars])
+        for inner in _compat.subjaxprs(eqn.params):
+            yield from _captured(inner)
 
 
 # --- going dense
@@ -204,6 +208,11 @@ def go_dense(x: Any, primitive: Primitive | str) -> Any:
     """Make `x` dense because `primitive` has no rule for it, as the policy says; dense values pass."""
     if not isinstance(x, ImplicitArray):
         return x
+    _ask_policy(x, primitive)
+    return dense(x)
+
+
+def _ask_policy(x: ImplicitArray, primitive: Primitive | str) -> None:
     policy = materialization.value
     message = (
         f"{primitive} has no rule for {type(x).__name__} of shape {x.shape} ({np.dtype(x.dtype).name}), "
@@ -219,6 +228,5 @@ def go_dense(x: Any, primitive: Primitive | str) -> Any:
         warnings.warn(
             f"{message} materialization('allow') silences this, materialization('error') finds it.",
             MaterializationWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return dense(x)

@@ -1,0 +1,179 @@
+"""NF4: 4 bits a weight, the sixteen levels of a normal distribution (QLoRA, arXiv:2305.14314, appendix E).
+
+    value = LEVELS[code] * absmax[block],  absmax = max |w| of the block
+
+Parts: `packed` uint8, two codes a byte along the last stored axis, the first in the high nibble; `absmax` float32, one
+for each block along `axis`; the last block and the last byte may be short. A block of zeros has absmax 0 and code 7.
+
+`double_quant`: the scales of each matrix, in stored order, are stored in 8 bits per group of 256:
+
+    absmax = DYNAMIC_MAP[code] * group_absmax[group] + offset
+
+Where the row length is a multiple of the block, codes, blocks and scales are those of bitsandbytes.
+"""
+
+import functools
+import math
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._blocks import WHOLE, block_max, pack, spread, unpack
+from ._quantized import (
+    Format,
+    QuantizedArray,
+    axis_spans,
+    checked_input,
+    finite_or_nan,
+    raise_if_not_finite,
+    register_format,
+    stored,
+)
+
+# fmt: off
+LEVELS = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+], np.float32)
+# fmt: on
+GROUP = 256  # scales that share one of their own
+_TABLE = 65536  # steps of [-1, 1] in which bitsandbytes looks up the code of a scale
+
+
+@stored
+class ArrayNF4(QuantizedArray):
+    """An array in 4 bits. `ArrayNF4(w)` quantizes; `ArrayNF4(packed=..., absmax=..., block_size=...)` takes the parts.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> q = lowbit.ArrayNF4.quantize(jnp.ones((128, 256)), axis=-2)
+    >>> (jnp.ones((2, 128)) @ q)[0, 0], q.packed.shape, q.absmax.shape
+    (Array(128., dtype=float32), (128, 128), (2, 256))
+    """
+
+    group_absmax: jax.Array | None
+    offset: jax.Array | None
+
+    part_names: ClassVar[dict[str, str]] = {"packed": "codes", "absmax": "scales"}
+    scale_parts: ClassVar[tuple[str, ...]] = ("group_absmax", "offset")
+
+    @classmethod
+    def quantize(
+        cls, array: Any, block_size: int = 64, *, axis: int = -1, dtype: Any = None, double_quant: bool = False
+    ) -> Self:
+        """Quantize a dense array.
+
+        `block_size`: how many elements along `axis` share a scale; a power of two from 16 to 4096.
+        `double_quant`: store the scales in 8 bits, 4.127 bits a weight in all.
+        `dtype`: of the array as it reads; default the input's.
+        """
+        array = checked_input(array, "nf4")
+        if block_size not in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+            raise ValueError(f"block_size={block_size} must be a power of two from 16 to 4096.")
+        spans = axis_spans(array.shape, axis, block_size)
+        parts = _encode(array, spans, double_quant)
+        raise_if_not_finite(array, parts["group_absmax" if double_quant else "scales"], "nf4")
+        return cls.build(shape=array.shape, dtype=dtype or array.dtype, spans=spans, **parts)
+
+    @property
+    def packing(self) -> dict[str, int]:
+        return {"codes": 2}
+
+    def levels(self, *code_parts: jax.Array) -> jax.Array:
+        return _choose(unpack(code_parts[0], 2), LEVELS)
+
+    def scale_values(self) -> jax.Array:
+        if self.group_absmax is None or self.offset is None:
+            return self.scales
+        values = jnp.take(dynamic_map(), self.scales.astype(jnp.int32), axis=0)
+        matrices = values.reshape(*values.shape[:-2], 1, -1)  # the scales of a matrix in a row
+        tops = jnp.repeat(self.group_absmax, GROUP, axis=-1)[..., : matrices.shape[-1]]
+        return (matrices * tops.reshape(matrices.shape) + self.offset.reshape(*matrices.shape[:-1], 1)).reshape(
+            values.shape
+        )
+
+    @property
+    def packed(self) -> jax.Array:
+        return self.weight
+
+    @property
+    def absmax(self) -> jax.Array:
+        """The scales as float32."""
+        return self.logical_view(self.resolved().scale_values())
+
+
+def _choose(codes: jax.Array, values: np.ndarray) -> jax.Array:
+    """`values[codes]` by halving: selects work inside a tile and on any mesh, where a gather does not."""
+    chosen = [jnp.float32(v) for v in values]
+    bit = 1
+    while len(chosen) > 1:
+        odd = (codes & np.uint8(bit)) != 0
+        chosen = [jnp.where(odd, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)]
+        bit *= 2
+    return chosen[0]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool) -> dict[str, Any]:
+    array = jax.lax.stop_gradient(array).astype(jnp.float32)
+    scales = finite_or_nan(block_max(array, spans))
+    inverse = 1 / jnp.where(scales > 0, scales, 1)
+    relative = array * spread(inverse, spans, array.shape)
+    # The nearest level: how many of the midpoints lie below. On a midpoint, the lower.
+    midpoints = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
+    codes = functools.reduce(jnp.add, [(relative > m).astype(jnp.uint8) for m in midpoints])
+    parts = {"codes": pack(codes, 2), "scales": scales, "group_absmax": None, "offset": None}
+    return parts | (_encode_scales(scales) if double_quant else {})
+
+
+def _encode_scales(scales: jax.Array) -> dict[str, jax.Array]:
+    lead = scales.shape[:-2]
+    flat = scales.reshape(*lead, math.prod(scales.shape[len(lead) :]))
+    finite = jnp.isfinite(flat)
+    # Of the finite ones, so that a NaN spoils its own group only.
+    count = jnp.maximum(finite.sum(-1, keepdims=True), 1).astype(jnp.float32)
+    offset = jnp.where(finite, flat, 0).sum(-1, keepdims=True) / count
+    groups = jnp.pad(flat - offset, [(0, 0)] * len(lead) + [(0, -flat.shape[-1] % GROUP)])
+    groups = groups.reshape(*lead, -1, GROUP)
+    top = finite_or_nan(jnp.squeeze(block_max(groups, (WHOLE,)), -1))
+    relative = jnp.clip(groups * (1 / jnp.where(top > 0, top, 1))[..., None], -1, 1)
+    step = jnp.floor((relative + 1) * 0.5 * (_TABLE - 1) + 0.5)
+    codes = jnp.take(_scale_codes(), jnp.nan_to_num(step).astype(jnp.int32), axis=0)
+    codes = jnp.where(top[..., None] == 0, 0, codes).astype(jnp.uint8)
+    codes = codes.reshape(*lead, -1)[..., : flat.shape[-1]].reshape(scales.shape)
+    own = [1] * (min(scales.ndim, 2) - 1)  # as many axes as the array has
+    return {
+        "scales": codes,
+        "group_absmax": top.reshape(*lead, *own, top.shape[-1]),
+        "offset": offset.reshape(*lead, *own, 1),
+    }
+
+
+@functools.cache
+def dynamic_map() -> np.ndarray:
+    """The 256 values of an 8-bit scale: 0, 1, and for e = 0..6 the centres of 2^e cells of [0.1, 1] by +-10^(e-6)."""
+    low, values = np.float32(0.1), [0.0, 1.0]
+    for e in range(7):
+        n = 2**e
+        step = float(np.float32((np.float32(1) - low) / np.float32(n)))
+        # Counted from the nearer end and rounded once, as the tables in files are.
+        edges = np.array(
+            [float(low) + step * k if k < (n + 1) // 2 else 1 - step * (n - k) for k in range(n + 1)], np.float32
+        )
+        centres = np.float32(10.0 ** (e - 6)) * ((edges[:-1] + edges[1:]) / np.float32(2))
+        values += [*centres, *-centres]
+    return np.sort(np.array(values, np.float32))
+
+
+@functools.cache
+def _scale_codes() -> np.ndarray:
+    """The nearest entry of the dynamic map for each step of [-1, 1]."""
+    midpoints = np.float32(0.5) * (dynamic_map()[:-1] + dynamic_map()[1:])
+    steps = np.float32(2) * np.arange(_TABLE, dtype=np.float32) / np.float32(_TABLE - 1) - np.float32(1)
+    return np.searchsorted(midpoints, steps, side="left").astype(np.uint8)
+
+
+NF4 = register_format(Format("nf4", ArrayNF4.quantize, error=0.0920, bits=4.0))

@@ -1,0 +1,141 @@
+"""Ternary and binary: 2 bits and 1 bit a weight.
+
+    ternary: value = (code - 1) * scale, code in 0, 1, 2     |w| > threshold keeps its sign, the rest is 0
+    binary:  value = (2 * code - 1) * scale, code in 0, 1    the sign, of 0 too: +1
+
+Parts: `weight` uint8, four (ternary) or eight (binary) codes a byte along the last stored axis, the first in the
+highest bits; `scale` float32, size 1 along the axes that share a scale, or one for each block.
+The threshold is half the standard deviation of the elements that share a scale, and the scale the one with the least
+squared error: the mean |w| of the elements that are not 0.
+"""
+
+from functools import partial
+from typing import Any, ClassVar, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from lowbit.runtime import aux_field
+
+from ._blocks import block_count, block_max, block_sum, pack, spread, unpack
+from ._quantized import (
+    Format,
+    QuantizedArray,
+    axis_spans,
+    checked_block_size,
+    checked_input,
+    finite_or_nan,
+    raise_if_not_finite,
+    register_format,
+    stored,
+)
+
+Kind = Literal["ternary", "binary"]
+_PER_BYTE: dict[str, int] = {"ternary": 4, "binary": 8}
+
+
+@stored
+class Array1B(QuantizedArray):
+    """An array of {-1, 0, 1} (ternary) or {-1, 1} (binary), scaled.
+
+    `Array1B(w)` quantizes; `Array1B(weight=..., scale=..., kind=...)` takes the parts.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> lowbit.Array1B.quantize(jnp.array([[-1, 0, 1, 1], [1, -1, 0, 0]], jnp.int8)).materialize()
+    Array([[-1,  0,  1,  1],
+           [ 1, -1,  0,  0]], dtype=int8)
+    """
+
+    kind: Kind = aux_field()
+
+    part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
+
+    @classmethod
+    def quantize(
+        cls,
+        array: Any,
+        dtype: Any = None,
+        axis: Any = None,
+        *,
+        kind: Kind = "ternary",
+        threshold: float | None = None,
+        scale: bool = True,
+        block_size: int | None = None,
+    ) -> Self:
+        """Quantize a dense array.
+
+        `axis`: the axis or axes along which one scale is shared (default: the last); `block_size`: one for each block.
+        `threshold`: what is kept, if not half the standard deviation. `scale=False`: the bare codes.
+        Integers must be in {-1, 0, 1} ({-1, 1} for binary) and are kept exactly. Under `jit`, where values cannot be
+        looked at, other integers, and NaN with `scale=False`, give codes without meaning.
+        """
+        if kind not in _PER_BYTE:
+            raise ValueError(f"Unknown kind {kind!r} of Array1B: it must be 'ternary' or 'binary'.")
+        if threshold is not None and kind == "binary":
+            raise ValueError(f"threshold={threshold} is for kind='ternary': binary keeps every sign.")
+        array = checked_input(array, kind, integers=True)
+        spans = axis_spans(array.shape, -1 if axis is None else axis, checked_block_size(block_size))
+        exact = not jnp.issubdtype(array.dtype, jnp.floating)
+        if exact:
+            _check_integers(array, kind)
+        codes, scales = _encode(array, spans, kind, 0.0 if exact else threshold, scale and not exact)
+        if not scale and not isinstance(array, Tracer):
+            raise_if_not_finite(array, jnp.sum(array.astype(jnp.float32)) * 0, kind)
+        raise_if_not_finite(array, scales, kind)
+        return cls.build(
+            codes=codes, scales=scales, shape=array.shape, dtype=dtype or array.dtype, spans=spans, kind=kind
+        )
+
+    @property
+    def packing(self) -> dict[str, int]:
+        return {"codes": _PER_BYTE[self.kind]}
+
+    def levels(self, *code_parts: jax.Array) -> jax.Array:
+        codes = unpack(code_parts[0], _PER_BYTE[self.kind]).astype(jnp.float32)
+        return codes - 1 if self.kind == "ternary" else 2 * codes - 1
+
+
+def _check_integers(array: jax.Array, kind: Kind) -> None:
+    if isinstance(array, Tracer):
+        return
+    allowed = (-1, 0, 1) if kind == "ternary" else (-1, 1)
+    wrong = ~np.isin(np.asarray(array), allowed)
+    if wrong.any():
+        first = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"Cannot store integers as {kind!r}: {int(wrong.sum())} of {array.size} values are not in {allowed}, "
+            f"the first is {int(array[first])} at {first}. Pass floating-point weights to have them rounded."
+        )
+
+
+@partial(jax.jit, static_argnums=(1, 2, 4))
+def _encode(
+    array: jax.Array, spans: tuple[int, ...], kind: Kind, threshold: float | None, scaled: bool
+) -> tuple[jax.Array, jax.Array]:
+    array = jax.lax.stop_gradient(array).astype(jnp.float32)
+    top = finite_or_nan(block_max(array, spans))
+    # Relative to the largest, so that squares neither vanish nor overflow.
+    unit = jnp.where(top > 0, top, 1) if scaled or threshold is None else jnp.ones_like(top)
+    array = array / spread(unit, spans, array.shape)
+    count = jnp.maximum(block_count(array.shape, spans), 1)
+    size = jnp.abs(array)
+    if kind == "binary":
+        codes, kept_count = array >= 0, count
+    else:
+        if threshold is None:
+            mean = spread(block_sum(array, spans) / count, spans, array.shape)
+            limit = 0.5 * jnp.sqrt(block_sum((array - mean) ** 2, spans) / count)
+        else:
+            limit = threshold / unit
+        nonzero = size > spread(limit, spans, array.shape)
+        codes = jnp.where(nonzero, jnp.where(array > 0, 2, 0), 1)
+        size, kept_count = size * nonzero, jnp.maximum(block_sum(nonzero.astype(jnp.float32), spans), 1)
+    scales = block_sum(size, spans) / kept_count * unit
+    scales = jnp.where(jnp.isnan(top), jnp.nan, scales) if scaled else jnp.ones_like(scales)
+    return pack(codes.astype(jnp.uint8), _PER_BYTE[kind]), scales
+
+
+TERNARY = register_format(Format("ternary", partial(Array1B.quantize, kind="ternary"), error=0.444, bits=2.0))
+BINARY = register_format(Format("binary", partial(Array1B.quantize, kind="binary"), error=0.603, bits=1.0))

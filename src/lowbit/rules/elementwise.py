@@ -1,0 +1,35 @@
+"""Arithmetic that the scales can take. Everything else elementwise goes dense."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from lowbit.formats._quantized import QuantizedArray
+from lowbit.runtime import register
+
+
+def _scaled(w: QuantizedArray, by: Any, divide: bool = False) -> Any:
+    # A traced number may be differentiated, and gradients stop at the scales.
+    if isinstance(by, Tracer) or np.ndim(by) or not jnp.issubdtype(w.dtype, jnp.floating):
+        return NotImplemented
+    w = w.plain()
+    factor = jnp.asarray(by, jnp.float32)
+    return w.replace(scales=w.scales / factor if divide else w.scales * factor)
+
+
+@register("mul")
+def _(w: QuantizedArray, number: jax.Array, **params: Any) -> Any:
+    return NotImplemented if any(params.values()) else _scaled(w, number)
+
+
+@register("div")
+def _(w: QuantizedArray, number: jax.Array, **params: Any) -> Any:
+    return NotImplemented if any(params.values()) else _scaled(w, number, divide=True)
+
+
+@register("neg")
+def _(w: QuantizedArray, **params: Any) -> Any:
+    return NotImplemented if any(params.values()) else _scaled(w, -1)

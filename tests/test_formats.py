@@ -1,0 +1,350 @@
+"""What each format stores: error, bits, padding, bad values, constructors, and golden bits."""
+
+import json
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import Layout, assert_close, assert_same_bits
+
+import lowbit
+from lowbit import FORMATS, Array1B, Array8B, ArrayNF4
+from lowbit.formats import _blocks, nf4
+
+GOLDEN = np.load(Path(__file__).parent / "golden" / "bitsandbytes_nf4.npz")
+
+
+@pytest.fixture(params=FORMATS, ids=str)
+def format(request: pytest.FixtureRequest) -> lowbit.Format:
+    return FORMATS[request.param]
+
+
+# --- fidelity
+
+
+def test_error_and_bits_are_as_stated(format: lowbit.Format) -> None:
+    w = jax.random.normal(jax.random.key(0), (256, 4096))
+    q = format.quantize(w)
+    error = float(jnp.sqrt(jnp.mean((q.materialize() - w) ** 2)))
+    assert error == pytest.approx(format.error, rel=0.01)
+    scales = 32 / (q.block_size or 4096)
+    assert 8 * q.nbytes / q.size == pytest.approx(format.bits + scales, rel=1e-6)
+
+
+def test_double_quantization_costs_little() -> None:
+    w = jax.random.normal(jax.random.key(0), (256, 4096))
+    q, plain = ArrayNF4.quantize(w, double_quant=True), ArrayNF4.quantize(w)
+    assert 8 * q.nbytes / q.size == pytest.approx(4.127, abs=5e-4)
+    error, least = (float(jnp.mean((a.materialize() - w) ** 2)) for a in (q, plain))
+    assert least == pytest.approx(0.00846, rel=0.01) and least <= error < 1.01 * least
+
+
+@pytest.mark.parametrize("shape", [(100, 130), (7,), (3, 5, 77), (0, 64), (64, 0), (1, 1), (2, 3, 4, 65)], ids=str)
+def test_any_shape_keeps_its_own(format: lowbit.Format, shape: tuple[int, ...]) -> None:
+    w = jax.random.normal(jax.random.key(0), shape)
+    for axis in (-1, -2)[: len(shape)]:
+        q = format.quantize(w, axis=axis)
+        dense = np.asarray(q.materialize())
+        assert q.shape == dense.shape == shape
+        transposed = q.T
+        assert transposed.shape == shape[::-1]
+        np.testing.assert_array_equal(transposed.materialize(), dense.T)
+        assert np.linalg.norm(dense - w) <= 1.01 * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_array_reads_in_its_own_dtype(format: lowbit.Format, dtype) -> None:
+    w = jax.random.normal(jax.random.key(0), (64, 96), dtype)
+    q = format.quantize(w)
+    assert q.dtype == q.materialize().dtype == dtype and q.scales.dtype == jnp.float32
+    assert format.quantize(w, dtype=jnp.float32).dtype == jnp.float32
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        w = jax.random.normal(jax.random.key(0), (64, 32), jnp.float64)
+        for format in FORMATS.values():
+            q = format.quantize(w, axis=-2)
+            x = jax.random.normal(jax.random.key(1), (4, 64), jnp.float64)
+            assert (q.dtype, q.scales.dtype, (x @ q).dtype) == (jnp.float64, jnp.float32, jnp.float64)
+            assert_close(x @ q, x @ q.materialize(), 1e-13)
+        with pytest.raises(ValueError, match=r"1 of 2048 values are NaN or infinite in float32.*1e\+300 at \(3, 4\)"):
+            Array8B.quantize(w.at[3, 4].set(1e300))
+
+
+def test_small_weights_keep_their_precision(format: lowbit.Format) -> None:
+    w = jax.random.normal(jax.random.key(0), (64, 512))
+    for scale, dtype in ((1e-4, jnp.float16), (1e-6, jnp.bfloat16), (1e-30, jnp.float32)):
+        q = format.quantize((w * scale).astype(dtype), dtype=jnp.float32)
+        relative = jnp.linalg.norm(q.materialize() / scale - w) / jnp.linalg.norm(w)
+        assert relative < 1.1 * format.error + 0.01
+
+
+def test_int8_error_is_at_most_half_a_scale() -> None:
+    w = jax.random.normal(jax.random.key(0), (64, 256))
+    for options in ({}, {"axis": 0}, {"axis": (0, 1)}, {"axis": 0, "block_size": 24}):
+        q = Array8B.quantize(w, **options)
+        scales = _blocks.spread(q.scales, q.spans, w.shape)
+        assert jnp.all(jnp.abs(q.materialize() - w) <= scales / 2 * (1 + 1e-5))
+        assert q.weight.dtype == jnp.int8 and jnp.abs(q.weight).max() == 127
+        np.testing.assert_array_equal(q.materialize(), q.weight * scales)
+    assert Array8B.quantize(w, axis=0, block_size=24).scale.shape == (3, 256)
+    assert Array8B.quantize(jnp.array([[1.0, 2.5 / 127, 3.5 / 127, 0]])).weight.tolist() == [[127, 2, 4, 0]]
+
+
+def test_zeros_stay_zero(format: lowbit.Format) -> None:
+    w = jnp.zeros((4, 128)).at[1].set(1.0)
+    q = format.quantize(w)
+    np.testing.assert_array_equal(q.materialize()[0], np.zeros(128))
+    np.testing.assert_allclose(q.materialize()[1], np.ones(128), rtol=1e-6)
+
+
+def test_scales_are_of_those_that_share_them(format: lowbit.Format) -> None:
+    stack = jax.random.normal(jax.random.key(0), (3, 64, 128)) * jnp.array([1.0, 5.0, 0.1])[:, None, None]
+    for axis in (-1, -2):
+        assert_same_bits(
+            format.quantize(stack, axis=axis), jax.vmap(lambda w, axis=axis: format.quantize(w, axis=axis))(stack)
+        )
+    nested = ArrayNF4.quantize(stack, double_quant=True)
+    each = jax.vmap(lambda w: ArrayNF4.quantize(w, double_quant=True))(stack)
+    assert_close(nested, each, 1e-6)
+    assert nested.shape == each.shape == stack.shape and nested[1].shape == (64, 128)
+
+
+# --- NF4
+
+
+def golden_cases():
+    for case in json.loads(str(GOLDEN["info"]))["cases"]:
+        yield pytest.param(case, id=case["name"])
+
+
+@pytest.mark.parametrize("case", list(golden_cases()))
+def test_nf4_bits_are_those_of_bitsandbytes(case: dict) -> None:
+    def stored(name: str) -> np.ndarray:
+        return GOLDEN[f"{case['name']}/{name}"]
+
+    if "seed" in case:
+        w = np.random.default_rng(case["seed"]).standard_normal(case["shape"], dtype=np.float32) * np.float32(0.02)
+        w = w.astype(getattr(ml_dtypes, case["dtype"], case["dtype"]))
+    else:
+        w = stored("input")
+    assert zlib.crc32(w.tobytes()) == case["input_crc32"]
+    q = ArrayNF4.quantize(w, block_size=case["block"])
+    np.testing.assert_array_equal(np.asarray(q.packed).ravel(), stored("codes"))
+    np.testing.assert_array_equal(np.asarray(q.absmax).ravel(), stored("absmax"))
+
+    nested = ArrayNF4.quantize(w, block_size=case["block"], double_quant=True)
+    np.testing.assert_array_equal(np.asarray(nested.packed).ravel(), stored("codes"))
+    np.testing.assert_array_equal(np.asarray(nested.scales).ravel(), stored("nested_absmax_codes"))
+    # The mean of the scales depends on the order of its sum, by an ulp or two.
+    offset = stored("nested_offset")
+    np.testing.assert_allclose(nested.offset.ravel()[0], offset, rtol=3e-7)
+    np.testing.assert_allclose(nested.group_absmax.ravel(), stored("nested_absmax"), atol=3e-7 * offset)
+    np.testing.assert_allclose(np.asarray(nested.absmax).ravel(), stored("nested_scales"), rtol=5e-7)
+    for array, name in ((q, "dequantized"), (nested, "nested_dequantized")):
+        if f"{case['name']}/{name}" in GOLDEN:
+            np.testing.assert_allclose(np.asarray(array.materialize(), np.float32), stored(name), rtol=8e-3, atol=1e-9)
+
+
+def test_nf4_tables_are_those_of_bitsandbytes() -> None:
+    np.testing.assert_array_equal(nf4.LEVELS, GOLDEN["nf4_code"])
+    np.testing.assert_array_equal(nf4.dynamic_map(), GOLDEN["nested_code"])
+
+
+def test_nf4_decodes_the_table_exactly() -> None:
+    w = np.tile(nf4.LEVELS, 4)[None] * np.float32(3)
+    np.testing.assert_array_equal(ArrayNF4.quantize(w).materialize(), w)
+    assert (jnp.ones((32, 128)) @ ArrayNF4.quantize(jnp.ones((128, 256)), block_size=64) == 128).all()
+
+
+@pytest.mark.parametrize("block", [16, 32, 128, 4096])
+def test_nf4_blocks(block: int) -> None:
+    w = jax.random.normal(jax.random.key(0), (3, 5000))
+    q = ArrayNF4.quantize(w, block_size=block)
+    assert (q.block_size, q.absmax.shape, q.packed.shape) == (block, (3, -(-5000 // block)), (3, 2500))
+    np.testing.assert_array_equal(q.absmax[:, 0], jnp.abs(w[:, :block]).max(1))
+    np.testing.assert_array_equal(q.absmax[:, -1], jnp.abs(w[:, 5000 // block * block :]).max(1))
+
+
+# --- ternary and binary
+
+
+def test_ternary_scale_has_the_least_squares() -> None:
+    w = jax.random.normal(jax.random.key(0), (8, 512))
+    q = Array1B.quantize(w)
+    codes = jnp.round(q.materialize() / q.scale)
+    assert set(np.unique(codes)) == {-1, 0, 1}
+    np.testing.assert_array_equal(codes == 0, jnp.abs(w) <= 0.5 * w.std(1, keepdims=True))
+    best = (w * codes).sum(1, keepdims=True) / (codes**2).sum(1, keepdims=True)
+    np.testing.assert_allclose(q.scale, best, rtol=1e-6)
+    assert (jnp.abs(Array1B.quantize(w, threshold=1.0).materialize()) > 0).mean() == (jnp.abs(w) > 1).mean()
+
+
+def test_binary_is_the_sign_by_the_mean() -> None:
+    w = jax.random.normal(jax.random.key(0), (8, 512)).at[0, 0].set(0)
+    q = Array1B.quantize(w, kind="binary")
+    np.testing.assert_allclose(q.scale, jnp.abs(w).mean(1, keepdims=True), rtol=1e-6)
+    np.testing.assert_array_equal(jnp.sign(q.materialize()), jnp.where(w >= 0, 1, -1))
+    bare = Array1B.quantize(w, kind="binary", scale=False)
+    assert set(np.unique(bare.materialize())) == {-1, 1}
+
+
+def test_integers_are_kept_exactly() -> None:
+    codes = jnp.array([[-1, 0, 1, 1], [1, -1, 0, 0]], jnp.int8)
+    q = Array1B.quantize(codes)
+    assert q.dtype == jnp.int8
+    np.testing.assert_array_equal(q.materialize(), codes)
+    signs = jnp.where(codes >= 0, 1, -1).astype(jnp.int32)
+    np.testing.assert_array_equal(Array1B.quantize(signs, kind="binary").materialize(), signs)
+    x = jnp.arange(6.0).reshape(3, 2)
+    np.testing.assert_array_equal(x @ q, x @ codes)
+
+
+# --- constructors and views
+
+
+def test_a_class_called_with_an_array_quantizes(any_layout: Layout) -> None:
+    layout, w = any_layout, jax.random.normal(jax.random.key(0), (64, 96))
+    q = layout.quantize(w)
+    options = {"kind": q.kind} if isinstance(q, Array1B) else {}
+    block = {} if layout.block_size is None else {"block_size": layout.block_size}
+    assert_same_bits(type(q)(w, axis=layout.axis, **block, **options), q)
+    first, second = (getattr(q, name) for name in q.part_names)
+    again = type(q)(first, second, block_size=q.block_size, **options)
+    assert_same_bits(again, q)
+    named = type(q)(**dict(zip(q.part_names, (first, second), strict=True)), block_size=q.block_size, **options)
+    assert_same_bits(named, q)
+
+
+def test_views_read_in_the_order_of_the_array(layout: Layout) -> None:
+    q = layout.quantize(jax.random.normal(jax.random.key(0), (64, 96)))
+    assert q.axis == (layout.axis,)
+    assert q.T.axis == (-3 - layout.axis,)
+    for name in q.part_names:
+        np.testing.assert_array_equal(getattr(q.T, name), getattr(q, name).T)
+
+
+def test_nothing_changes_its_operand(layout: Layout) -> None:
+    q = layout.quantize(jnp.ones((64, 96)))
+    half = q.astype(jnp.bfloat16)
+    assert (half.dtype, q.dtype, half.materialize().dtype) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
+    with pytest.raises(AttributeError):
+        q.dtype = jnp.bfloat16
+    with pytest.raises(AttributeError):
+        del q.codes
+
+
+def test_delete_frees_the_parts(layout: Layout) -> None:
+    q = layout.quantize(jnp.ones((64, 96)))
+    q.delete()
+    assert all(part.is_deleted() for part in jax.tree.leaves(q))
+
+
+def test_repr_tells_format_shape_dtype_and_bytes() -> None:
+    q = ArrayNF4.quantize(jnp.ones((64, 96)), axis=0)
+    assert repr(q) == (
+        "ArrayNF4(shape=(64, 96), dtype=float32, 3,456 bytes\n  codes uint8[64,48], scales float32[1,96])"
+    )
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_not_finite_raises_eagerly_and_reads_as_nan_under_jit(layout: Layout, bad: float) -> None:
+    w = jnp.ones((64, 96)).at[33, 5].set(bad)
+    with pytest.raises(
+        ValueError, match=rf"1 of 6144 values are NaN or infinite in float32, the first is {bad} at \(33, 5\)"
+    ):
+        layout.quantize(w)
+    got = jax.jit(layout.quantize)(w).materialize()
+    clean = layout.quantize(jnp.ones((64, 96))).materialize()
+    block = layout.block_size or (64 if layout.format == "nf4" else 96)
+    spoiled = np.zeros((64, 96), bool)
+    if layout.axis == -1:
+        spoiled[33, 5 // block * block : 5 // block * block + block] = True
+    else:
+        spoiled[33 // block * block : 33 // block * block + block, 5] = True
+    np.testing.assert_array_equal(jnp.isnan(got), spoiled)
+    np.testing.assert_array_equal(got[~spoiled], clean[~spoiled])
+
+
+def test_not_finite_with_double_quantization_spoils_its_group_only() -> None:
+    w = jax.random.normal(jax.random.key(0), (64, 1024))
+    bad = w.at[0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"the first is nan at \(0, 0\)"):
+        ArrayNF4.quantize(bad, double_quant=True)
+    got = jax.jit(lambda w: ArrayNF4.quantize(w, double_quant=True))(bad).materialize()
+    assert jnp.isnan(got[:16]).all() and not jnp.isnan(got[16:]).any()  # 16 rows of 16 scales
+
+
+def test_bare_codes_of_nan_raise() -> None:
+    with pytest.raises(ValueError, match="1 of 4 values are NaN"):
+        Array1B.quantize(jnp.array([1.0, jnp.nan, 2, 3]), scale=False)
+
+
+def test_errors_say_what_to_do(format: lowbit.Format) -> None:
+    name = format.name
+    with pytest.raises(TypeError) as error:
+        format.quantize(jnp.ones((2, 2), jnp.complex64))
+    assert str(error.value) == (
+        f"Cannot quantize an array of dtype complex64 to '{name}': pass a floating-point array, "
+        "for instance array.astype(jnp.float32)."
+    )
+    with pytest.raises(ValueError) as error:
+        format.quantize(jnp.float32(1))
+    assert str(error.value) == f"Cannot quantize a scalar to '{name}': pass an array with at least one axis."
+    with pytest.raises(ValueError) as error:
+        format.quantize(jnp.ones((2, 3)), axis=5)
+    assert str(error.value) == "axis 5 is out of range for an array of shape (2, 3)."
+    q = format.quantize(jnp.ones((2, 3)))
+    with pytest.raises(TypeError) as error:
+        format.quantize(q)
+    assert str(error.value) == (
+        f"Cannot quantize a {type(q).__name__} to '{name}': it is quantized already. "
+        "Pass its .materialize() to quantize it once more."
+    )
+
+
+def test_errors_of_single_formats() -> None:
+    w = jnp.ones((4, 8))
+    cases = [
+        (lambda: ArrayNF4.quantize(w, block_size=48), "block_size=48 must be a power of two from 16 to 4096."),
+        (
+            lambda: Array8B.quantize(w, block_size=0),
+            "block_size=0 must be at least 1, or None for one scale along the whole axis.",
+        ),
+        (lambda: Array8B.quantize(w, axis=(0, 1), block_size=4), "block_size=4 needs a single axis, not (0, 1)."),
+        (
+            lambda: Array1B.quantize(w, kind="unary"),
+            "Unknown kind 'unary' of Array1B: it must be 'ternary' or 'binary'.",
+        ),
+        (
+            lambda: Array1B.quantize(w, kind="binary", threshold=1),
+            "threshold=1 is for kind='ternary': binary keeps every sign.",
+        ),
+        (
+            lambda: Array1B.quantize(jnp.array([0, 5, 7])),
+            "Cannot store integers as 'ternary': 2 of 3 values are not in (-1, 0, 1), the first is 5 at (1,). "
+            "Pass floating-point weights to have them rounded.",
+        ),
+        (
+            lambda: Array1B.quantize(jnp.array([0, 1]), kind="binary"),
+            "Cannot store integers as 'binary': 1 of 2 values are not in (-1, 1), the first is 0 at (0,). "
+            "Pass floating-point weights to have them rounded.",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value) == message
+    with pytest.raises(TypeError) as error:
+        Array8B(weight=jnp.ones((2, 2), jnp.int8), zero_point=0)
+    assert str(error.value) == "Array8B is made of weight, scale: missing ['scale'], not known ['zero_point']."
+    with pytest.raises(TypeError, match="Cannot quantize an array of dtype int32 to 'int8'"):
+        Array8B.quantize(jnp.ones((2, 2), jnp.int32))
