@@ -41,8 +41,8 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
         program = jax.make_jaxpr(program)(*args)
     jaxpr: Any = getattr(program, "jaxpr", program)
     weights = [leaf.shape for leaf in jax.tree.leaves(args, is_leaf=is_implicit) if is_implicit(leaf)]
-    equations = list(_equations(jaxpr))
-    for eqn in equations:
+    found = list(equations(jaxpr))
+    for eqn in found:
         if eqn.primitive is matmul_p:
             parts = [v.aval for v in eqn.invars[1:]]
             weight: QuantizedArray = jax.tree.unflatten(eqn.params["tree"], parts)
@@ -50,7 +50,7 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     shapes = {shape for weight in weights for shape in _forms(weight)}
     return [
         DenseWeight(str(eqn.primitive), aval.shape, str(aval.dtype))
-        for eqn in equations
+        for eqn in found
         if eqn.primitive is not matmul_p
         for aval in (v.aval for v in eqn.outvars)
         if getattr(aval, "shape", None) in shapes and jnp.issubdtype(aval.dtype, jnp.floating)
@@ -66,9 +66,10 @@ def _forms(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield (*layer[:-2], layer[-1], layer[-2])
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """All equations of a program and of those inside it, but for the inside of a product."""
     for eqn in jaxpr.eqns:
         yield eqn
         if eqn.primitive is not matmul_p:
             for inner in subjaxprs(eqn.params):
-                yield from _equations(inner)
+                yield from equations(inner)

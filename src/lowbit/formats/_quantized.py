@@ -232,6 +232,18 @@ class QuantizedArray(ImplicitArray):
     def scale(self) -> jax.Array:
         return self.logical_view(self.resolved().scales)
 
+    # The flag alone: even a compiled identity would copy the parts.
+
+    @property
+    def mT(self) -> Self:
+        if self.ndim < 2:
+            raise ValueError(f"mT needs at least two axes, and the array has the shape {self.shape}.")
+        return self.replace(transposed=not self.transposed)
+
+    @property
+    def T(self) -> Any:
+        return self.mT if self.ndim == 2 else super().T
+
     # --- back to numbers
 
     def decode(self) -> jax.Array:
@@ -265,6 +277,33 @@ class QuantizedArray(ImplicitArray):
         """The same array with `fn(part, its spans)` in the place of each part."""
         spans = self.part_spans() | dict.fromkeys(self.scale_parts, (WHOLE, WHOLE))
         return self.replace(**{name: fn(part, spans[name]) for name, part in self.parts().items()}, **changes)
+
+    def times(self, number: Any) -> Self:
+        """The array multiplied by a number, which the scales take."""
+        array = self.plain()
+        return array.replace(scales=array.scales * jnp.asarray(number, jnp.float32))
+
+    def divided_by(self, number: Any) -> Self:
+        """The array divided by a number, which the scales take."""
+        array = self.plain()
+        return array.replace(scales=array.scales / jnp.asarray(number, jnp.float32))
+
+    # A number of Python's is a constant, which the compiled operators of the base class would not see.
+
+    def _takes(self, number: Any) -> bool:
+        return type(number) in (int, float) and jnp.issubdtype(self.dtype, jnp.floating)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.times(other) if self._takes(other) else super().__mul__(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self.times(other) if self._takes(other) else super().__rmul__(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.divided_by(other) if self._takes(other) else super().__truediv__(other)
+
+    def __neg__(self) -> Any:
+        return self.times(-1) if self._takes(-1) else super().__neg__()
 
     def delete(self) -> None:
         """Free the memory of the parts; the array can not be used after."""

@@ -10,7 +10,19 @@ from lowbit.formats._blocks import WHOLE, axis_slice, repeated, span_of
 from lowbit.formats._quantized import QuantizedArray
 from lowbit.runtime import register
 
-from .structural import is_packed
+from .structural import alike, full_spans, is_packed
+
+
+def _takes_layers(w: QuantizedArray, dims: Any, sizes: Any, index_ndim: int) -> bool:
+    """Whether a gather takes whole layers of a stack of at least matrices, which need not be copied."""
+    return (
+        w.ndim >= 3
+        and w.index is None
+        and full_spans(w)[0] == 1
+        and (dims.start_index_map, dims.collapsed_slice_dims, dims.operand_batching_dims) == ((0,), (0,), ())
+        and tuple(sizes[1:]) == w.shape[1:]
+        and dims.offset_dims == tuple(range(index_ndim - 1, index_ndim + w.ndim - 2))
+    )
 
 
 @register("gather")
@@ -25,8 +37,11 @@ def _(
     **params: Any,
 ) -> Any:
     del params  # hints about the order of the indices
+    dims = dimension_numbers
+    if _takes_layers(w, dims, slice_sizes, indices.ndim) and mode != lax.GatherScatterMode.FILL_OR_DROP:
+        return w.replace(index=jnp.clip(indices[..., 0], 0, w.shape[0] - 1))
     w = w.resolved()
-    ndim, dims = w.ndim, dimension_numbers
+    ndim = w.ndim
     stored = [w.swapped(a - ndim) + ndim for a in range(ndim)]
     shape, sizes = w.stored_shape, [slice_sizes[a] for a in stored]
     looked_up = [stored[a] for a in dims.start_index_map]
@@ -80,3 +95,30 @@ def _(
     if w.transposed and ndim - 1 in place and ndim - 2 in place:
         y = jnp.swapaxes(y, place[ndim - 1], place[ndim - 2])
     return y
+
+
+@register("scatter")
+def _(w: QuantizedArray, indices: jax.Array, update: QuantizedArray, *, dimension_numbers: Any, **params: Any) -> Any:
+    dims = dimension_numbers
+    arrays = alike([w, update])
+    window = update.ndim - len(dims.update_window_dims)
+    if arrays is None or dims.operand_batching_dims or params.pop("update_jaxpr", None) is not None:
+        return NotImplemented
+    w, update = arrays
+    # Whole rows go to whole rows: the last axes are those of the weight, and those before them are looked up.
+    lead = len(dims.inserted_window_dims)
+    spans = full_spans(w)
+    if (
+        w.transposed
+        or dims.inserted_window_dims != tuple(range(lead))
+        or set(dims.scatter_dims_to_operand_dims) != set(range(lead))
+        or dims.update_window_dims != tuple(range(window, update.ndim))
+        or update.shape[window:] != w.shape[lead:]
+        or any(span != 1 for span in spans[:lead])
+    ):
+        return NotImplemented
+    params.pop("update_consts", None)
+    new = {
+        name: lax.scatter(getattr(w, name), indices, getattr(update, name), dims, **params) for name in w.part_spans()
+    }
+    return w.replace(**new)

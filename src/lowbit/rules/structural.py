@@ -418,7 +418,7 @@ def _(w: QuantizedArray, *, sizes: Sequence[int], axis: int) -> Any:
 # --- joining
 
 
-def _alike(arrays: Sequence[Any]) -> list[QuantizedArray] | None:
+def alike(arrays: Sequence[Any]) -> list[QuantizedArray] | None:
     """The arrays in one storage order, or None where codes or scales mean different things."""
     if not all(type(a) is type(arrays[0]) for a in arrays):
         return None
@@ -431,7 +431,11 @@ def _alike(arrays: Sequence[Any]) -> list[QuantizedArray] | None:
 
 @register("concatenate")
 def _(*operands: QuantizedArray, dimension: int) -> Any:
-    arrays = _alike(operands)
+    return _concatenated(operands, dimension)
+
+
+def _concatenated(operands: Sequence[QuantizedArray], dimension: int) -> Any:
+    arrays = alike(operands)
     if arrays is None:
         return NotImplemented
     first = arrays[0]
@@ -451,9 +455,21 @@ def _(*operands: QuantizedArray, dimension: int) -> Any:
     return first.reshaped(shape, spans, scales=scales, **codes)
 
 
+@register("stack")
+def _(*operands: QuantizedArray, axis: int) -> Any:
+    return _concatenated([expanded(w, [axis]) for w in operands], axis)
+
+
+@register("unstack")
+def _(w: QuantizedArray, *, axis: int) -> Any:
+    sizes = [1 if a == axis else n for a, n in enumerate(w.shape)]
+    rows = [cut(w, [i if a == axis else 0 for a in range(w.ndim)], sizes) for i in range(w.shape[axis])]
+    return NotImplemented if w.ndim == 1 else [squeezed(row, [axis]) for row in rows]
+
+
 @register("dynamic_update_slice")
 def _(w: QuantizedArray, update: QuantizedArray, *starts: Any) -> Any:
-    arrays = _alike([w, update])
+    arrays = alike([w, update])
     if arrays is None:
         return NotImplemented
     w, update = arrays

@@ -28,7 +28,7 @@ _ALIASES = {
 # Names of primitives that are in neither of JAX's public lists.
 _UNLISTED = set(
     "shard_map stop_gradient copy optimization_barrier sharding_constraint closed_call ragged_dot_general "
-    "reshard mesh_cast custom_vmap_call".split()
+    "reshard mesh_cast custom_vmap_call stack unstack".split()
 )
 # Operations with op(a, b) == op(b, a).
 _COMMUTATIVE = frozenset({"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
