@@ -23,7 +23,7 @@ tests: $(VENV)/test
 	$(VENV)/bin/python -m pytest -n $(JOBS)
 
 tests-oldest: $(OLDEST)/test
-	$(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" tests
+	LOWBIT_TEST_LAYOUTS=few $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" --ignore tests/test_frameworks.py tests
 
 # sdist and wheel, and the wheel alone in an empty environment outside of the tree.
 package: $(VENV)/test
@@ -36,6 +36,7 @@ package: $(VENV)/test
 
 # Everything slow goes here as it comes.
 test-all: test
+	LOWBIT_TEST_EXAMPLES=1000 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .

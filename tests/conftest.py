@@ -1,7 +1,8 @@
 import os
 
-# Sharding is tested on eight devices that are none.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Sharding is tested on eight devices that are none; programs that run once are not worth optimizing.
+flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_llvm_disable_expensive_passes=true"
 
 import pytest
 from helpers import layouts, more_layouts

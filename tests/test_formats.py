@@ -64,16 +64,22 @@ def test_the_array_reads_in_its_own_dtype(format: lowbit.Format, dtype) -> None:
     assert format.quantize(w, dtype=jnp.float32).dtype == jnp.float32
 
 
-def test_float64() -> None:
-    with jax.enable_x64(True):
-        w = jax.random.normal(jax.random.key(0), (64, 32), jnp.float64)
-        for format in FORMATS.values():
-            q = format.quantize(w, axis=-2)
-            x = jax.random.normal(jax.random.key(1), (4, 64), jnp.float64)
-            assert (q.dtype, q.scales.dtype, (x @ q).dtype) == (jnp.float64, jnp.float32, jnp.float64)
-            assert_close(x @ q, x @ q.materialize(), 1e-13)
-        with pytest.raises(ValueError, match=r"1 of 2048 values are NaN or infinite in float32.*1e\+300 at \(3, 4\)"):
-            Array8B.quantize(w.at[3, 4].set(1e300))
+@pytest.fixture
+def float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def test_float64(float64) -> None:
+    w = jax.random.normal(jax.random.key(0), (64, 32), jnp.float64)
+    for format in FORMATS.values():
+        q = format.quantize(w, axis=-2)
+        x = jax.random.normal(jax.random.key(1), (4, 64), jnp.float64)
+        assert (q.dtype, q.scales.dtype, (x @ q).dtype) == (jnp.float64, jnp.float32, jnp.float64)
+        assert_close(x @ q, x @ q.materialize(), 1e-13)
+    with pytest.raises(ValueError, match=r"1 of 2048 values are NaN or infinite in float32.*1e\+300 at \(3, 4\)"):
+        Array8B.quantize(w.at[3, 4].set(1e300))
 
 
 def test_small_weights_keep_their_precision(format: lowbit.Format) -> None:

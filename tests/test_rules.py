@@ -1,5 +1,7 @@
 """Each primitive on each format: structural rules keep every bit, all others equal the dense operation."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ import lowbit
 from lowbit import FORMATS, ArrayNF4, QuantizedArray, implicit
 from lowbit.formats._blocks import unpack
 from lowbit.testing import dense_weights, equations
+
+EXAMPLES = int(os.environ.get("LOWBIT_TEST_EXAMPLES", "25"))
 
 
 def codes_of(q: QuantizedArray) -> np.ndarray:
@@ -88,7 +92,7 @@ def test_odd_lengths_keep_every_bit(any_layout: Layout) -> None:
         assert_keeps_bits(lambda w: jnp.concatenate([w, w], 1), q)
     else:
         assert_keeps_bits(lambda w: w[3:30], q)
-        assert_keeps_bits(lambda w: w[::3], q)
+        assert_keeps_bits(lambda w: lax.slice(w, (0, 0), (33, 77), (3, 1)), q)
 
 
 def test_ten_moves_later_the_bits_are_those_of_the_first_encode(layout: Layout) -> None:
@@ -251,7 +255,7 @@ def contractions(draw):
     return shape, x_shape, (tuple(x_sum), tuple(summed)), (tuple(x_batch), tuple(batch)), draw(st.booleans())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     contractions(),
     st.sampled_from(sorted(FORMATS)),
@@ -285,7 +289,7 @@ def test_any_contraction_equals_the_reference(dims, format, axis, block, dtype, 
     )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.data())
 def test_any_sequence_of_moves_keeps_values(data) -> None:
     draw = data.draw

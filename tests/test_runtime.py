@@ -232,6 +232,21 @@ def test_rules_take_primitives_names_and_parameters() -> None:
     assert (seen["count"], seen["dimension"]) == (3, 1)
 
 
+def test_a_rule_is_passed_by_when_a_parameter_it_does_not_name_is_set() -> None:
+    @register("cumprod")
+    def _(operand: Base, *, axis):
+        return operand
+
+    base = Base(jnp.ones((2, 3)))  # `reverse` is set, to False
+    assert isinstance(implicit(lambda b: lax.cumprod(b, 1))(base), jax.Array)
+
+    @register("mul")
+    def _(a: Base, b: jax.Array):  # newer versions of JAX have options here, which are None
+        return a
+
+    assert type(base * jnp.ones(())) is Base
+
+
 def test_rules_for_one_order_serve_both_when_the_operation_commutes() -> None:
     @register("max")
     def _(a: Base, b: jax.Array):

@@ -130,8 +130,9 @@ class QuantizedArray(ImplicitArray):
                 f"missing {missing or 'none'}, not known {unknown or 'none'}."
             )
         parts = {**dict.fromkeys(cls.scale_parts), **parts}
-        codes, scales = (jnp.asarray(parts.pop(name)) for name in cls.part_names)
-        new = cls.build(shape=(), dtype=dtype, spans=(), codes=codes, scales=scales, **parts)
+        fields = {field: jnp.asarray(parts.pop(name)) for name, field in cls.part_names.items()}
+        codes, scales = fields["codes"], fields["scales"]
+        new = cls.build(shape=(), dtype=dtype, spans=(), **fields, **parts)
         if shape is None:
             shape = (*codes.shape[:-1], codes.shape[-1] * new.packing["codes"])
         if axis is not None:

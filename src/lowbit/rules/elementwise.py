@@ -19,15 +19,15 @@ def _scaled(w: QuantizedArray, by: Any, divide: bool = False) -> Any:
 
 
 @register("mul")
-def _(w: QuantizedArray, number: jax.Array, **params: Any) -> Any:
-    return NotImplemented if any(params.values()) else _scaled(w, number)
+def _(w: QuantizedArray, number: jax.Array) -> Any:
+    return _scaled(w, number)
 
 
 @register("div")
-def _(w: QuantizedArray, number: jax.Array, **params: Any) -> Any:
-    return NotImplemented if any(params.values()) else _scaled(w, number, divide=True)
+def _(w: QuantizedArray, number: jax.Array) -> Any:
+    return _scaled(w, number, divide=True)
 
 
 @register("neg")
-def _(w: QuantizedArray, **params: Any) -> Any:
-    return NotImplemented if any(params.values()) else _scaled(w, -1)
+def _(w: QuantizedArray) -> Any:
+    return _scaled(w, -1)

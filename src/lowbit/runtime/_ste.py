@@ -17,8 +17,9 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
     For rounding and other steps whose own derivative is zero: `d ste(fn)(x) = dx`, and zero for other arguments.
 
     >>> import jax, jax.numpy as jnp, lowbit
-    >>> jax.grad(lambda x: 3 * lowbit.ste(jnp.round)(x))(1.7)
-    Array(3., dtype=float32, weak_type=True)
+    >>> x = jnp.array([0.2, 1.7])
+    >>> lowbit.ste(jnp.round)(x), jax.grad(lambda x: 3 * lowbit.ste(jnp.round)(x).sum())(x)
+    (Array([0., 2.], dtype=float32), Array([3., 3.], dtype=float32))
     """
 
     @functools.wraps(fn)

@@ -1,0 +1,63 @@
+"""What a user meets first: the exports, the README, the rooms of the code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowbit
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(lowbit.__file__).parent
+
+
+def test_importing_initialises_no_backend() -> None:
+    code = "import lowbit; from jax.extend import backend; import jax; print(jax.config.jax_platforms)"
+    check = "from jax._src import xla_bridge; assert not xla_bridge._backends"
+    subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True, capture_output=True)
+
+
+def test_every_public_name_has_a_docstring_and_an_example() -> None:
+    assert (PACKAGE / "py.typed").exists()
+    names = [name for name in vars(lowbit) if not name.startswith("_")]
+    for name in (
+        "ImplicitArray",
+        "aux_field",
+        "implicit",
+        "use_implicit",
+        "register",
+        "ste",
+        "materialize",
+        "materialization",
+        "Array8B",
+        "ArrayNF4",
+        "Array1B",
+    ):
+        assert name in names
+        assert getattr(lowbit, name).__doc__, name
+    for name in ("aux_field", "implicit", "register", "ste", "materialize", "Array8B", "ArrayNF4", "Array1B"):
+        assert ">>>" in getattr(lowbit, name).__doc__, name
+
+
+def test_each_room_knows_what_it_may() -> None:
+    formats = re.compile(r"nf4|int8|onebit|ternary|binary", re.IGNORECASE)
+    for room in ("rules", "ops", "runtime"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            assert not formats.search(path.read_text()), path
+    for path in (PACKAGE / "runtime").rglob("*.py"):
+        assert "lowbit.formats" not in path.read_text() and "from .." not in path.read_text()
+
+
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", sorted({ROOT / "README.md", *ROOT.glob("docs/*.md")}), ids=lambda path: path.name)
+@pytest.mark.frameworks
+def test_the_code_in_the_docs_runs(path: Path) -> None:
+    assert blocks(path)
+    scope: dict = {}
+    for block in blocks(path):
+        exec(compile(block, str(path), "exec"), scope)
