@@ -73,7 +73,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
     """Equal in structure, shape, dtype, and in value to `tolerance` of the largest."""
     got, want = lowbit.materialize(got), lowbit.materialize(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert g.shape == w.shape, (g.shape, w.shape)
         assert g.dtype == w.dtype, (g.dtype, w.dtype)
         g, w = (np.asarray(a, np.float64 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype) for a in (g, w))
@@ -89,6 +89,6 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 def assert_same_bits(a: QuantizedArray, b: QuantizedArray) -> None:
     """The same array to the last stored bit."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

@@ -256,7 +256,10 @@ def batched(model: Callable[..., Any], x: jax.Array) -> Any:
 
 def equinox_mlp(format: str) -> eqx.nn.MLP:
     model = eqx.nn.MLP(K, OUT, N, 2, key=jax.random.key(0))
-    weights = lambda model: [layer.weight for layer in model.layers]  # noqa: E731
+
+    def weights(model):
+        return [layer.weight for layer in model.layers]
+
     return eqx.tree_at(weights, model, [quantize(w, format, -1) for w in weights(model)])
 
 
@@ -310,7 +313,7 @@ def test_equinox_scan_over_layers(format: str) -> None:
 
 def assert_only_the_rest_moved(after: Any, before: Any) -> None:
     assert jax.tree.structure(after) == jax.tree.structure(before)
-    for a, b in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in (after, before))):
+    for a, b in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in (after, before)), strict=True):
         if is_quantized(b):
             assert_same_bits(a, b)
         else:

@@ -18,7 +18,7 @@ def relative(got: jax.Array, want: jax.Array) -> float:
 def main() -> None:
     keys = jax.random.split(jax.random.key(0), len(SHAPES))
     print(f"{'weight':22}{'format':>9}{'bits/weight':>13}{'bytes':>12}{'error of w':>12}{'error of x @ w':>16}")
-    for key, (name, (k, n)) in zip(keys, SHAPES.items()):
+    for key, (name, (k, n)) in zip(keys, SHAPES.items(), strict=True):
         w_key, x_key = jax.random.split(key)
         w = jax.random.normal(w_key, (k, n)) / math.sqrt(k)
         x = jax.random.normal(x_key, (16, k))

@@ -86,10 +86,15 @@ class QuantizedArray(ImplicitArray):
 
     def __init__(self, *parts: Any, **given: Any):
         names = list(self.part_names)
+        if len(parts) > len(names):
+            raise TypeError(
+                f"{type(self).__name__} takes one array to quantize, or its parts {', '.join(names)}, "
+                f"and got {len(parts)} positional arguments."
+            )
         if len(parts) == 1 and not any(name in given for name in names):
             array = type(self).quantize(parts[0], **given)
         else:
-            array = self.from_parts(**dict(zip(names, parts)), **given)
+            array = self.from_parts(**dict(zip(names, parts, strict=False)), **given)
         self.__dict__.update(array.__dict__)
 
     @classmethod

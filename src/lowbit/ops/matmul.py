@@ -110,7 +110,7 @@ def _batched(operands: Any, dims: Any, *, tree: Any, program: ClosedJaxpr, out_s
     if all(d is None for d in part_dims):
         row = w.ndim - 2  # the mapped axis becomes rows of x, after the batch
         return matmul(jnp.moveaxis(x, x_dim, row), w, **params), row
-    size = next(o.shape[d] for o, d in zip(operands, dims) if d is not None)
+    size = next(o.shape[d] for o, d in zip(operands, dims, strict=True) if d is not None)
     front = partial(batching.bdim_at_front, size=size)
     w_dims = jax.tree.unflatten(tree, part_dims)
     if w.index is not None and all(d is None for d in w_dims.parts().values()):

@@ -50,7 +50,7 @@ def _product(
         w = w.resolved()
     # Axes in stored order, for the weight is the one that should not move.
     stored = [w.swapped(a - w.ndim) + w.ndim for a in range(w.ndim)]
-    partner = dict(zip((*batch[1], *summed[1]), (*batch[0], *summed[0])))
+    partner = dict(zip((*batch[1], *summed[1]), (*batch[0], *summed[0]), strict=True))
     w_batch = [a for a in stored if a in batch[1]]
     w_sum = [a for a in stored if a in summed[1]]
     w_free = [a for a in stored if a not in partner]

@@ -57,7 +57,7 @@ def _(
     # The axes of a row keep their order, but the weight may be stored with its last two swapped.
     dropped = {stored[a] for a in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
     kept = [a for a in range(ndim) if a not in dropped]
-    place = dict(zip(kept, dims.offset_dims))  # stored axis -> axis of the result
+    place = dict(zip(kept, dims.offset_dims, strict=True))  # stored axis -> axis of the result
     stored_dims = lax.GatherDimensionNumbers(
         offset_dims=dims.offset_dims,
         collapsed_slice_dims=tuple(sorted(stored[a] for a in dims.collapsed_slice_dims)),

@@ -150,13 +150,13 @@ def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
     ndim = w.ndim + len(axes)
     if any(a >= ndim - 2 for a in axes):
         w = untransposed(w)
-    old = iter(zip(w.stored_shape, full_spans(w)))
+    old = iter(zip(w.stored_shape, full_spans(w), strict=True))
     sizes = [(1, 1) if a in axes else next(old) for a in range(ndim)]
     if is_packed(w) and ndim - 1 in axes:
         codes = on_codes(w, lambda codes: lax.expand_dims(codes, axes))
     else:
         codes = {name: lax.expand_dims(getattr(w, name), axes) for name in w.packing}
-    shape, spans = zip(*sizes)
+    shape, spans = zip(*sizes, strict=True)
     return w.reshaped(shape, spans, scales=lax.expand_dims(w.scales, axes), **codes)
 
 
@@ -242,7 +242,7 @@ def _reshaped_core(w: QuantizedArray, shape: Sequence[int]) -> Any:
     scales = w.scales.reshape(sizes)
     for axis, times in enumerate(repeats):
         scales = repeated(scales, axis - len(sizes), times, sizes[axis] * times)
-    scales = scales.reshape([stored_length(n, span) for n, span in zip(shape, spans)])
+    scales = scales.reshape([stored_length(n, span) for n, span in zip(shape, spans, strict=True)])
     if all(n % per_byte == 0 for n in (old_shape[-1], shape[-1]) for per_byte in w.packing.values()):
         codes = {name: getattr(w, name).reshape(*shape[:-1], shape[-1] // n) for name, n in w.packing.items()}
     else:
@@ -272,9 +272,9 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 
 def _joined_span(lengths: Sequence[int], spans: Sequence[int]) -> int | None:
     """The span along axes made one: the last ones covered whole, one in part, those before not at all."""
-    covers = [length if span == WHOLE else min(span, length) for length, span in zip(lengths, spans)]
+    covers = [length if span == WHOLE else min(span, length) for length, span in zip(lengths, spans, strict=True)]
     joined, partial = 1, False
-    for length, span in zip(reversed(lengths), reversed(covers)):
+    for length, span in zip(reversed(lengths), reversed(covers), strict=True):
         if (partial and span != 1) or length % span:
             return None
         joined *= span
@@ -377,7 +377,7 @@ def _window(part: jax.Array, axis: int, start: Any, size: int) -> jax.Array:
 def _(w: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
     if strides is not None and any(step != 1 for step in strides):
         return _strided(w, start_indices, limit_indices, strides)
-    return cut(w, start_indices, [b - a for a, b in zip(start_indices, limit_indices)])
+    return cut(w, start_indices, [b - a for a, b in zip(start_indices, limit_indices, strict=True)])
 
 
 def _strided(w: QuantizedArray, starts: Any, limits: Any, strides: Any) -> Any:
@@ -388,9 +388,9 @@ def _strided(w: QuantizedArray, starts: Any, limits: Any, strides: Any) -> Any:
         return NotImplemented
     stored = w.scales.shape
     scale_steps = [(0, stored[a], 1) if steps[a] == (0, shape[a], 1) else steps[a] for a in range(w.ndim)]
-    new_shape = [len(range(*bounds)) for bounds in zip(starts, limits, strides)]
+    new_shape = [len(range(*bounds)) for bounds in zip(starts, limits, strides, strict=True)]
     codes = on_codes(w, lambda codes: lax.slice(codes, starts, limits, strides))
-    return w.reshaped(new_shape, spans, scales=lax.slice(w.scales, *zip(*scale_steps)), **codes)
+    return w.reshaped(new_shape, spans, scales=lax.slice(w.scales, *zip(*scale_steps, strict=True)), **codes)
 
 
 @register("dynamic_slice")
@@ -402,7 +402,7 @@ def _(w: QuantizedArray, *starts: jax.Array, slice_sizes: Sequence[int]) -> Any:
             return int(np.clip(start, 0, length - size))
         return jnp.clip(start, 0, length - size)
 
-    return cut(w, [known(*each) for each in zip(starts, w.shape, slice_sizes)], slice_sizes)
+    return cut(w, [known(*each) for each in zip(starts, w.shape, slice_sizes, strict=True)], slice_sizes)
 
 
 @register("split")

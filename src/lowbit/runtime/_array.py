@@ -123,14 +123,14 @@ class ImplicitArray:
     def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         children, static = self._flatten()
         names, _ = self._fields()
-        return [(GetAttrKey(n), c) for n, c in zip(names, children)], static
+        return [(GetAttrKey(n), c) for n, c in zip(names, children, strict=True)], static
 
     @classmethod
     def _unflatten(cls, static: tuple[Any, ...], children: Any) -> Self:
         parts, names = cls._fields()
         array = object.__new__(cls)
-        array.__dict__.update(zip(parts, children))
-        array.__dict__.update(zip(names, static))
+        array.__dict__.update(zip(parts, children, strict=True))
+        array.__dict__.update(zip(names, static, strict=True))
         return array
 
     # --- what an array answers

@@ -164,7 +164,7 @@ def _(
 
     def step(carry: Any, x: Any) -> tuple[list[Any], list[Any]]:
         i, slices = x
-        layers = [_layer(stack, i) if is_implicit(stack) else s for stack, s in zip(xs, slices)]
+        layers = [_layer(stack, i) if is_implicit(stack) else s for stack, s in zip(xs, slices, strict=True)]
         outs = interpret(jaxpr.jaxpr, jaxpr.consts, [*consts, *carry, *layers])
         return outs[:num_carry], [_resolved(y) for y in outs[num_carry:]]
 
@@ -219,7 +219,9 @@ def _(index: Any, *operands: Any, branches: Sequence[ClosedJaxpr], **params: Any
         return [_resolved(y) for y in interpret(branch.jaxpr, branch.consts, values)]
 
     outs = [jax.eval_shape(partial(results, branch), *operands) for branch in branches]
-    wanted = [slot[0] if all(_same_type(slot[0], other) for other in slot) else None for slot in zip(*outs)]
+    wanted = [
+        slot[0] if all(_same_type(slot[0], other) for other in slot) else None for slot in zip(*outs, strict=True)
+    ]
 
     def way(branch: ClosedJaxpr, *values: Any) -> list[Any]:
         return _conform(results(branch, *values), wanted, "cond")
@@ -232,7 +234,7 @@ def _resolved(x: Any) -> Any:
 
 
 def _conform(values: Sequence[Any], wanted: Sequence[Any], primitive: str) -> list[Any]:
-    return [_resolved(v) if is_implicit(w) else go_dense(v, primitive) for v, w in zip(values, wanted)]
+    return [_resolved(v) if is_implicit(w) else go_dense(v, primitive) for v, w in zip(values, wanted, strict=True)]
 
 
 def _settled_carry(step: Callable[..., Any], carry: Sequence[Any], primitive: str, *x: Any) -> list[Any]:
@@ -240,16 +242,16 @@ def _settled_carry(step: Callable[..., Any], carry: Sequence[Any], primitive: st
     carry = [_resolved(slot) for slot in carry]
     while any(map(is_implicit, carry)):
         after = jax.eval_shape(lambda carry, *x: [_resolved(slot) for slot in step(carry, *x)], carry, *x)
-        kept = [not is_implicit(x) or _same_type(x, y) for x, y in zip(carry, after)]
+        kept = [not is_implicit(x) or _same_type(x, y) for x, y in zip(carry, after, strict=True)]
         if all(kept):
             break
-        carry = [x if keep else go_dense(x, primitive) for x, keep in zip(carry, kept)]
+        carry = [x if keep else go_dense(x, primitive) for x, keep in zip(carry, kept, strict=True)]
     return carry
 
 
 def _same_type(x: Any, y: Any) -> bool:
     (a, tree_a), (b, tree_b) = jax.tree.flatten(x), jax.tree.flatten(y)
-    return tree_a == tree_b and all(p.shape == q.shape and p.dtype == q.dtype for p, q in zip(a, b))
+    return tree_a == tree_b and all(p.shape == q.shape and p.dtype == q.dtype for p, q in zip(a, b, strict=True))
 
 
 # --- custom derivatives: the function's own rule, run with the implicit operands
@@ -272,12 +274,12 @@ def _(*operands: Any, call_jaxpr: ClosedJaxpr, jvp_jaxpr_fun: Any, num_consts: i
     call = jax.custom_jvp(_dense_results(call_jaxpr, "custom_jvp_call"))
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        moved = [_dense_tangent(p, t) for p, t in zip(primals[num_consts:], tangents[num_consts:])]
+        moved = [_dense_tangent(p, t) for p, t in zip(primals[num_consts:], tangents[num_consts:], strict=True)]
         rule, consts, out_zeros = jvp_jaxpr_fun.call_wrapped(*(t is None for t in moved))
         outs = interpret(rule, consts, [*primals[num_consts:], *(t for t in moved if t is not None)])
         outs = [go_dense(y, "custom_jvp_call") for y in outs]
         values, live = outs[: len(out_zeros)], iter(outs[len(out_zeros) :])
-        return values, [jnp.zeros_like(y) if zero else next(live) for y, zero in zip(values, out_zeros)]
+        return values, [jnp.zeros_like(y) if zero else next(live) for y, zero in zip(values, out_zeros, strict=True)]
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call(*operands)

@@ -57,7 +57,7 @@ def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def on_stand_ins(traced: list[Any]) -> list[Any]:
         nonlocal out_tree, static_outs, dense_at
         full = list(leaves)
-        for i, x in zip(traced_at, traced):
+        for i, x in zip(traced_at, traced, strict=True):
             full[i] = capture(x) if is_implicit(x) else x
         args, kwargs = jax.tree.unflatten(tree, full)
         with _tracing(True):
@@ -70,7 +70,7 @@ def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     closed = jax.make_jaxpr(on_stand_ins)(traced)
     results = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(traced))
     outs = list(static_outs)
-    for i, result in zip(dense_at, results):
+    for i, result in zip(dense_at, results, strict=True):
         outs[i] = result
     assert out_tree is not None
     return jax.tree.unflatten(out_tree, outs)
@@ -164,7 +164,7 @@ def _capture_jvp(parts: Any, tangents: Any, *, tree: Any) -> Any:
 
     def at(*varied: Any) -> jax.Array:
         moved = list(parts)
-        for i, part in zip(live, varied):
+        for i, part in zip(live, varied, strict=True):
             moved[i] = part
         return _materialize_parts(*moved, tree=tree)
 
@@ -173,8 +173,8 @@ def _capture_jvp(parts: Any, tangents: Any, *, tree: Any) -> Any:
 
 
 def _capture_batched(parts: Any, dims: Any, *, tree: Any) -> Any:
-    size = next(p.shape[d] for p, d in zip(parts, dims) if d is not None)
-    return capture_p.bind(*(batching.bdim_at_front(p, d, size) for p, d in zip(parts, dims)), tree=tree), 0
+    size = next(p.shape[d] for p, d in zip(parts, dims, strict=True) if d is not None)
+    return capture_p.bind(*(batching.bdim_at_front(p, d, size) for p, d in zip(parts, dims, strict=True)), tree=tree), 0
 
 
 capture_p.def_impl(_materialize_parts)

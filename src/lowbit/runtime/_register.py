@@ -163,7 +163,7 @@ class _Rule:
             wanted += [self.variadic] * (len(operands) - len(wanted))
         if len(wanted) != len(operands):
             return None
-        found = [_distance(x, classes) for x, classes in zip(operands, wanted)]
+        found = [_distance(x, classes) for x, classes in zip(operands, wanted, strict=True)]
         return None if None in found else tuple(d for d in found if d is not None)
 
 
@@ -190,7 +190,9 @@ def _most_specific_first(rules: Sequence[_Rule], operands: Sequence[Any], params
     left = {r.order: (r, d) for r in rules if (d := r.distances(operands, params)) is not None}
 
     def beaten(mine: tuple[int, ...]) -> bool:
-        return any(theirs != mine and all(a <= b for a, b in zip(theirs, mine)) for _, theirs in left.values())
+        return any(
+            theirs != mine and all(a <= b for a, b in zip(theirs, mine, strict=True)) for _, theirs in left.values()
+        )
 
     while left:
         best = [rule for rule, distances in left.values() if not beaten(distances)]
