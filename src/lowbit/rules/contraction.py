@@ -58,7 +58,8 @@ def _product(
     if matrix is NotImplemented:
         # Axes become one only where those that share a scale come last.
         def covered(a: int) -> float:
-            return min(span_of(w.spans, w.swapped(a - w.ndim)) or w.shape[a], w.shape[a]) / w.shape[a]
+            length = max(w.shape[a], 1)
+            return min(span_of(w.spans, w.swapped(a - w.ndim)) or length, length) / length
 
         w_sum, w_free = sorted(w_sum, key=covered), sorted(w_free, key=covered)
         matrix, contract = _as_matrix(w, stored, w_batch, w_sum, w_free)

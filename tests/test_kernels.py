@@ -1,0 +1,85 @@
+"""The table of kernels, and the product primitive around a kernel that partitions itself."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import Layout, assert_close
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lowbit.kernels import _table, reference
+
+
+def partitioned_matmul(x, w, *, contract, dtype, precision, out_sharding):
+    """A kernel as a native one will be: opaque to the compiler, so that it must say how it is cut."""
+    parts, tree = jax.tree.flatten(w)
+
+    def on_one_device(x, *parts):
+        w = jax.tree.unflatten(tree, parts)
+        return reference.matmul(x, w, contract=contract, dtype=dtype, precision=precision, out_sharding=None)
+
+    call = custom_partitioning(on_one_device)
+    scales = "b n" if w.scales.shape[0] > 1 else "one n"
+    call.def_partition(
+        partition=lambda mesh, operands, result: (
+            mesh,
+            on_one_device,
+            result.sharding,
+            tuple(operand.sharding for operand in operands),
+        ),
+        infer_sharding_from_operands=lambda mesh, operands, _: NamedSharding(
+            mesh, P(None, operands[1].sharding.spec[-1])
+        ),
+        sharding_rule=f"m k, k n, {scales} -> m n",
+    )
+    return call(x, *parts)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    asked = []
+
+    def fits(x, w, **params):
+        asked.append(params["contract"])
+        return params["contract"] == -2 and w.ndim == x.ndim == 2 and max(w.packing.values()) == 1
+
+    monkeypatch.setattr(_table, "_kernels", {})
+    _table.register_kernel("matmul", "cpu", partitioned_matmul, fits)
+    return asked
+
+
+def test_a_kernel_is_found_by_platform_and_operands(kernel) -> None:
+    w = Layout("int8", -2, None).quantize(jnp.ones((64, 96)))
+    params = {"contract": -2, "dtype": jnp.float32}
+    assert list(_table.find_kernels("matmul", jnp.ones((4, 64)), w, **params)) == ["cpu"]
+    assert _table.find_kernels("matmul", jnp.ones((4, 64)), w, **params | {"contract": -1}) == {}
+    assert _table.find_kernels("take", w) == {}
+
+
+@pytest.mark.parametrize("block_size", [None, 32])
+def test_all_transformations_around_a_kernel_that_partitions_itself(kernel, block_size) -> None:
+    x = jax.random.normal(jax.random.key(0), (8, 64))
+    q = Layout("int8", -2, block_size).quantize(jax.random.normal(jax.random.key(1), (64, 128)))
+    w = q.materialize()
+
+    def loss(w, x):
+        return jnp.sin(x @ w).sum()
+
+    assert_close(x @ q, x @ w)
+    assert_close(jax.jvp(partial(loss, q), (x,), (x,)), jax.jvp(partial(loss, w), (x,), (x,)))
+    assert_close(jax.grad(partial(loss, q))(x), jax.grad(partial(loss, w))(x))
+    assert_close(jax.vmap(jax.grad(partial(loss, q)))(x), jax.vmap(jax.grad(partial(loss, w)))(x))
+    assert_close(jax.hessian(partial(loss, q))(x[0]), jax.hessian(partial(loss, w))(x[0]))
+    assert set(kernel) == {-1, -2}
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    shardings = jax.tree.map(partial(NamedSharding, mesh), q.part_specs(P(None, "x")))
+    columns = jax.device_put(q, shardings)
+    program = jax.jit(lambda x, q: x @ q)
+    assert "all-gather" not in program.lower(x, columns).compile().as_text()
+    assert program(x, columns).sharding.spec == P(None, "x")
+    assert_close(program(x, columns), x @ w)
+    assert_close(jax.jit(jax.grad(partial(loss, columns)))(x), jax.grad(partial(loss, w))(x))
