@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 import test_rules
 import test_transforms
+from features import LAYOUT_MATTERS
 from helpers import FEW, Layout, assert_close
 
 import lowbit
@@ -38,7 +39,7 @@ def test_the_example_runs(example, monkeypatch, capsys) -> None:
     assert len(PATH.read_text().splitlines()) < 70
 
 
-@pytest.mark.parametrize("feature", [*test_transforms.LAYOUT_MATTERS, "value_and_grad_through_scan_and_checkpoint"])
+@pytest.mark.parametrize("feature", [*LAYOUT_MATTERS, "value_and_grad_through_scan_and_checkpoint"])
 def test_features(feature: str, six_bits: Layout) -> None:
     test_transforms.check(feature, six_bits)
 

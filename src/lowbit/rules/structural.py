@@ -26,9 +26,13 @@ def full_spans(w: QuantizedArray) -> list[int]:
     return [span_of(w.spans, axis) for axis in range(-ndim, 0)]
 
 
-def on_codes(w: QuantizedArray, fn: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
-    """The code parts with `fn` applied to the codes, one to an element."""
-    return {name: pack(fn(codes), w.packing[name]) for name, codes in unpacked(w).items()}
+def moved_codes(
+    w: QuantizedArray, fn: Callable[[jax.Array], jax.Array], *, along_last: bool = True
+) -> dict[str, jax.Array]:
+    """The code parts as `fn` moves them; one code to an element for it where it moves along the axis they share."""
+    if is_packed(w) and along_last:
+        return {name: pack(fn(codes), w.packing[name]) for name, codes in unpacked(w).items()}
+    return {name: fn(getattr(w, name)) for name in w.packing}
 
 
 def unpacked(w: QuantizedArray) -> dict[str, jax.Array]:
@@ -78,10 +82,8 @@ def permuted(w: QuantizedArray, permutation: Sequence[int]) -> QuantizedArray:
 def stored_permuted(w: QuantizedArray, order: Sequence[int], transposed: bool) -> QuantizedArray:
     if list(order) == list(range(len(order))):
         return w.replace(transposed=transposed)
-    if is_packed(w) and order[-1] != len(order) - 1:
-        codes = on_codes(w, lambda codes: lax.transpose(codes, order))
-    else:
-        codes = {name: lax.transpose(getattr(w, name), order) for name in w.packing}
+    last_moves = order[-1] != len(order) - 1
+    codes = moved_codes(w, lambda codes: lax.transpose(codes, order), along_last=last_moves)
     w = w.plain()
     shape, spans = w.stored_shape, full_spans(w)
     return w.reshaped(
@@ -124,10 +126,7 @@ def squeezed(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
     kept = [a for a in range(ndim) if a not in gone]
     shape, spans = w.stored_shape, full_spans(w)
     flag = w.transposed and not any(a >= ndim - 2 for a in gone)
-    if is_packed(w) and ndim - 1 in gone:
-        codes = on_codes(w, lambda codes: lax.squeeze(codes, gone))
-    else:
-        codes = {name: lax.squeeze(getattr(w, name), gone) for name in w.packing}
+    codes = moved_codes(w, lambda codes: lax.squeeze(codes, gone), along_last=ndim - 1 in gone)
     return w.reshaped(
         [shape[a] for a in kept],
         [spans[a] for a in kept],
@@ -152,10 +151,7 @@ def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
         w = untransposed(w)
     old = iter(zip(w.stored_shape, full_spans(w), strict=True))
     sizes = [(1, 1) if a in axes else next(old) for a in range(ndim)]
-    if is_packed(w) and ndim - 1 in axes:
-        codes = on_codes(w, lambda codes: lax.expand_dims(codes, axes))
-    else:
-        codes = {name: lax.expand_dims(getattr(w, name), axes) for name in w.packing}
+    codes = moved_codes(w, lambda codes: lax.expand_dims(codes, axes), along_last=ndim - 1 in axes)
     shape, spans = zip(*sizes, strict=True)
     return w.reshaped(shape, spans, scales=lax.expand_dims(w.scales, axes), **codes)
 
@@ -179,14 +175,12 @@ def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence
     spans = full_spans(w)
     if any(spans[a] > 1 for a in grown):
         return NotImplemented  # one block would become many
-    if is_packed(w) and len(shape) - 1 in grown:
-        codes = on_codes(w, lambda codes: jnp.broadcast_to(codes, shape))
-    else:
-        codes = {
-            name: jnp.broadcast_to(part, (*shape[:-1], part.shape[-1] if is_packed(w) else shape[-1]))
-            for name in w.packing
-            for part in [getattr(w, name)]
-        }
+    last = shape[-1] if len(shape) - 1 in grown or not is_packed(w) else None
+
+    def grow(codes: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(codes, (*shape[:-1], codes.shape[-1] if last is None else last))
+
+    codes = moved_codes(w, grow, along_last=last is not None)
     scales = [n if spans[a] == WHOLE else stored_length(shape[a], spans[a]) for a, n in enumerate(w.scales.shape)]
     return w.reshaped(shape, spans, scales=jnp.broadcast_to(w.scales, scales), **codes)
 
@@ -246,7 +240,7 @@ def _reshaped_core(w: QuantizedArray, shape: Sequence[int]) -> Any:
     if all(n % per_byte == 0 for n in (old_shape[-1], shape[-1]) for per_byte in w.packing.values()):
         codes = {name: getattr(w, name).reshape(*shape[:-1], shape[-1] // n) for name, n in w.packing.items()}
     else:
-        codes = on_codes(w, lambda codes: codes.reshape(shape))
+        codes = moved_codes(w, lambda codes: codes.reshape(shape))
     return w.reshaped(shape, spans, scales=scales, **codes)
 
 
@@ -360,10 +354,7 @@ def cut(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
             codes = _window(codes, a, starts[a], sizes[a])
         return codes
 
-    if is_packed(w) and ndim - 1 in moved:
-        codes = on_codes(w, window)
-    else:
-        codes = {name: window(getattr(w, name)) for name in w.packing}
+    codes = moved_codes(w, window, along_last=ndim - 1 in moved)
     return w.reshaped(sizes, spans, scales=scales, **codes)
 
 
@@ -389,7 +380,7 @@ def _strided(w: QuantizedArray, starts: Any, limits: Any, strides: Any) -> Any:
     stored = w.scales.shape
     scale_steps = [(0, stored[a], 1) if steps[a] == (0, shape[a], 1) else steps[a] for a in range(w.ndim)]
     new_shape = [len(range(*bounds)) for bounds in zip(starts, limits, strides, strict=True)]
-    codes = on_codes(w, lambda codes: lax.slice(codes, starts, limits, strides))
+    codes = moved_codes(w, lambda codes: lax.slice(codes, starts, limits, strides))
     return w.reshaped(new_shape, spans, scales=lax.slice(w.scales, *zip(*scale_steps, strict=True)), **codes)
 
 
