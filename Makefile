@@ -11,7 +11,7 @@ JOBS ?= 2
 demo: $(VENV)/demo
 	$(VENV)/bin/python -m lowbit.demo
 
-# Budget on two cores: lint 1 minute, tests 8, oldest JAX 6, package 2.
+# Budget on two cores: lint 1 minute, tests 9, oldest JAX 5, package 2; the first run installs for 2 more.
 test: lint tests tests-oldest package
 
 lint: $(VENV)/test

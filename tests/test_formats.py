@@ -258,6 +258,23 @@ def test_repr_tells_format_shape_dtype_and_bytes() -> None:
     )
 
 
+def test_parts_of_ternary_need_no_kind() -> None:
+    q = Array1B.quantize(jax.random.normal(jax.random.key(0), (4, 8)))
+    assert_same_bits(Array1B(q.weight, q.scale), q)
+    with pytest.raises(TypeError, match="takes one array to quantize, or its parts weight, scale, and got 3"):
+        Array1B(q.weight, q.scale, "ternary")
+
+
+@pytest.mark.parametrize("size", [1e38, 3e38, 1e-35])
+def test_the_largest_and_the_smallest_floats(format: lowbit.Format, size: float) -> None:
+    w = jnp.array([[1, -1] * 32]) * jnp.float32(size)
+    np.testing.assert_allclose(format.quantize(w).materialize(), w, rtol=1e-5)
+
+
+def test_empty_with_double_quantization() -> None:
+    assert ArrayNF4.quantize(jnp.zeros((0, 4, 64)), double_quant=True).materialize().shape == (0, 4, 64)
+
+
 # --- bad input
 
 
@@ -352,5 +369,7 @@ def test_errors_of_single_formats() -> None:
     with pytest.raises(TypeError) as error:
         Array8B(weight=jnp.ones((2, 2), jnp.int8), zero_point=0)
     assert str(error.value) == "Array8B is made of weight, scale: missing ['scale'], not known ['zero_point']."
+    with pytest.raises(TypeError, match="dtype=int32 for 'int8': a scaled array reads as a floating-point dtype"):
+        Array8B.quantize(w, dtype=jnp.int32)
     with pytest.raises(TypeError, match="Cannot quantize an array of dtype int32 to 'int8'"):
         Array8B.quantize(jnp.ones((2, 2), jnp.int32))

@@ -184,6 +184,41 @@ def test_numbers_scale_the_scales(layout: Layout) -> None:
         assert_close(grad, w.sum(), 1e-5)
 
 
+def test_gradients_stop_at_the_scales(layout: Layout) -> None:
+    q = layout.quantize(jax.random.normal(jax.random.key(0), (64, 96)))
+    for fn in (lambda w: w[jnp.array([1, 2])], lambda w: jnp.ones((2, 64)) @ w, lambda w: w * 2.0, lambda w: w.T + 1):
+        with lowbit.materialization("allow"):
+            grads = jax.grad(lambda q, fn=fn: lowbit.materialize(implicit(fn)(q)).sum(), allow_int=True)(q)
+        assert not np.any(grads.scales)
+
+
+def test_integer_products_are_exact() -> None:
+    codes = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.7, (200, 3)), 1, -1).astype(jnp.int8)
+    q = lowbit.Array1B.quantize(codes)
+    for x in (jnp.ones((1, 200), jnp.int8), jnp.full((1, 200), 2**24 + 1, jnp.int32), jnp.ones((1, 200), bool)):
+        np.testing.assert_array_equal(x @ q, x @ codes)
+        assert (x @ q).dtype == (x @ codes).dtype
+
+
+def test_corners_of_shapes(layout: Layout) -> None:
+    q = layout.quantize(jax.random.normal(jax.random.key(0), (300, 1)))
+    one = layout.quantize(jnp.ones((1, 1)))
+    stack = layout.quantize(jax.random.normal(jax.random.key(0), (3, 16, 16)))
+    programs = [
+        (lambda q: q[jnp.array([1, 2]), 0], q),
+        (lambda q: jnp.take(q, jnp.array([1, 200], jnp.uint8), axis=0), q),
+        (lambda q: q[:, 0].at[jnp.array([1, 4])].set(q[2:4, 0]), q),
+        (lambda q: q.reshape(()), one),
+        (lambda q: jnp.take_along_axis(q.mT, jnp.ones((2, 16, 16), int), axis=0), stack),
+        (lambda q: lax.scan(lambda c, w: (c @ w, c), jnp.ones((2, 16)), q[:0]), stack),
+        (lambda q: lax.scan(lambda c, _: (c, None), q, jnp.zeros((0, 3)))[0], stack),
+    ]
+    with lowbit.materialization("allow"):
+        for program, weight in programs:
+            assert_close(implicit(program)(weight), program(weight.materialize()), 1e-6)
+    assert q.reshape(np.int64(300)).shape == (300,)
+
+
 # --- all others, mixed with every kind of operand
 
 UNARY = {

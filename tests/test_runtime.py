@@ -262,6 +262,21 @@ def test_rules_for_one_order_serve_both_when_the_operation_commutes() -> None:
     assert isinstance(implicit(jnp.maximum)(x, other), jax.Array)  # commute_ops=False
 
 
+def test_a_rule_that_comes_later_is_heard() -> None:
+    @dataclasses.dataclass
+    class Late(Base):
+        pass
+
+    late = Late(jnp.ones(3))
+    assert isinstance(late - 1, jax.Array)
+
+    @register("sub")
+    def _(a: Late, b: jax.Array, accuracy=None):  # a default makes it a parameter, which this primitive has not
+        return a
+
+    assert type(late - 1) is Late
+
+
 def test_an_unknown_primitive_and_a_bad_annotation_are_errors() -> None:
     with pytest.raises(ValueError, match="Unknown primitive 'dot_generel'"):
         register("dot_generel")
@@ -334,6 +349,14 @@ def test_switching_the_policy_after_compiling_takes_effect(low_rank: LowRank) ->
         materialization("no")
 
 
+def test_nested_settings_leave_the_global_one_alone() -> None:
+    with materialization("error"):
+        with materialization("allow"):
+            assert materialization.value == "allow"
+        assert materialization.value == "error"
+    assert materialization.value == "warn"
+
+
 def test_captures_in_programs_without_a_rule_obey_the_policy(low_rank: LowRank) -> None:
     def solve(b):
         return lax.custom_linear_solve(lambda x: jnp.dot(low_rank, x)[:5] * 0 + x, b, lambda f, b: b, symmetric=True)
@@ -382,6 +405,9 @@ def test_indexing() -> None:
         (jnp.int32(2), slice(None, None, 2)),
     ):
         np.testing.assert_array_equal(base[index], value[index])
+    for mask in (np.ones(6, bool), np.ones((4, 5), bool), (slice(None), np.ones(4, bool))):
+        with pytest.raises(IndexError):
+            base[mask]
     with pytest.raises(TypeError, match="Cannot index with 'a'"):
         base["a"]
     with pytest.raises(TypeError, match=r"Cannot index with \[0, 1\]"):

@@ -134,7 +134,8 @@ class QuantizedArray(ImplicitArray):
                 f"{cls.__name__} is made of {', '.join((*cls.part_names, *sorted(own)))}: "
                 f"missing {missing or 'none'}, not known {unknown or 'none'}."
             )
-        parts = {**dict.fromkeys(cls.scale_parts), **parts}
+        defaults = {name: getattr(cls, name) for name in own if hasattr(cls, name)}
+        parts = {**dict.fromkeys(cls.scale_parts), **defaults, **parts}
         fields = {field: jnp.asarray(parts.pop(name)) for name, field in cls.part_names.items()}
         codes, scales = fields["codes"], fields["scales"]
         new = cls.build(shape=(), dtype=dtype, spans=(), **fields, **parts)
@@ -371,6 +372,14 @@ def _likely_span(length: int, stored: int, block_size: int | None) -> int:
     return block_size or (WHOLE if stored == 1 else -(-length // stored))
 
 
+def checked_dtype(dtype: Any, array: jax.Array, format: str) -> np.dtype:
+    """The dtype that the array is to read in, default its own."""
+    dtype = np.dtype(array.dtype if dtype is None else dtype)
+    if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype={dtype} for {format!r}: a scaled array reads as a floating-point dtype.")
+    return dtype
+
+
 def checked_block_size(block_size: int | None) -> int | None:
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size={block_size} must be at least 1, or None for one scale along the whole axis.")
@@ -410,6 +419,8 @@ def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str) -> Non
     # A float64 beyond float32 is finite, but its scale is not.
     with np.errstate(over="ignore"):
         bad = ~np.isfinite(np.asarray(array).astype(np.float32))
+    if not bad.any():
+        raise ValueError(f"Cannot quantize to {format!r}: values up to {np.abs(array).max()} overflow float32 sums.")
     first = tuple(int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
         f"Cannot quantize to {format!r}: {int(bad.sum())} of {array.size} values are NaN or infinite in float32, "

@@ -19,6 +19,7 @@ from ._quantized import (
     QuantizedArray,
     axis_spans,
     checked_block_size,
+    checked_dtype,
     checked_input,
     finite_or_nan,
     raise_if_not_finite,
@@ -46,10 +47,11 @@ class Array8B(QuantizedArray):
         `dtype`: of the array as it reads; default the input's.
         """
         array = checked_input(array, "int8")
+        dtype = checked_dtype(dtype, array, "int8")
         spans = axis_spans(array.shape, -1 if axis is None else axis, checked_block_size(block_size))
         codes, scales = _encode(array, spans)
         raise_if_not_finite(array, scales, "int8")
-        return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype or array.dtype, spans=spans)
+        return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype, spans=spans)
 
     def levels(self, *code_parts: jax.Array) -> jax.Array:
         return code_parts[0].astype(jnp.float32)

@@ -25,6 +25,7 @@ from ._quantized import (
     Format,
     QuantizedArray,
     axis_spans,
+    checked_dtype,
     checked_input,
     finite_or_nan,
     raise_if_not_finite,
@@ -71,12 +72,13 @@ class ArrayNF4(QuantizedArray):
         `dtype`: of the array as it reads; default the input's.
         """
         array = checked_input(array, "nf4")
+        dtype = checked_dtype(dtype, array, "nf4")
         if block_size not in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
             raise ValueError(f"block_size={block_size} must be a power of two from 16 to 4096.")
         spans = axis_spans(array.shape, axis, block_size)
         parts = _encode(array, spans, double_quant)
         raise_if_not_finite(array, parts["group_absmax" if double_quant else "scales"], "nf4")
-        return cls.build(shape=array.shape, dtype=dtype or array.dtype, spans=spans, **parts)
+        return cls.build(shape=array.shape, dtype=dtype, spans=spans, **parts)
 
     @property
     def packing(self) -> dict[str, int]:
@@ -89,7 +91,7 @@ class ArrayNF4(QuantizedArray):
         if self.group_absmax is None or self.offset is None:
             return self.scales
         values = jnp.take(dynamic_map(), self.scales.astype(jnp.int32), axis=0)
-        matrices = values.reshape(*values.shape[:-2], 1, -1)  # the scales of a matrix in a row
+        matrices = values.reshape(*values.shape[:-2], 1, math.prod(values.shape[-2:]))  # those of a matrix in a row
         tops = jnp.repeat(self.group_absmax, GROUP, axis=-1)[..., : matrices.shape[-1]]
         return (matrices * tops.reshape(matrices.shape) + self.offset.reshape(*matrices.shape[:-1], 1)).reshape(
             values.shape
@@ -120,8 +122,10 @@ def _choose(codes: jax.Array, values: np.ndarray) -> jax.Array:
 def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool) -> dict[str, Any]:
     array = jax.lax.stop_gradient(array).astype(jnp.float32)
     scales = finite_or_nan(block_max(array, spans))
-    inverse = 1 / jnp.where(scales > 0, scales, 1)
-    relative = array * spread(inverse, spans, array.shape)
+    # The reciprocal of a very large scale would be no normal float. A power of two changes no bit.
+    shrink = jnp.where(scales > 1e30, np.float32(2.0**-20), 1)
+    inverse = 1 / jnp.where(scales > 0, scales * shrink, 1)
+    relative = array * spread(shrink, spans, array.shape) * spread(inverse, spans, array.shape)
     # The nearest level: how many of the midpoints lie below. On a midpoint, the lower.
     midpoints = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
     codes = functools.reduce(jnp.add, [(relative > m).astype(jnp.uint8) for m in midpoints])
@@ -137,13 +141,13 @@ def _encode_scales(scales: jax.Array) -> dict[str, jax.Array]:
     count = jnp.maximum(finite.sum(-1, keepdims=True), 1).astype(jnp.float32)
     offset = jnp.where(finite, flat, 0).sum(-1, keepdims=True) / count
     groups = jnp.pad(flat - offset, [(0, 0)] * len(lead) + [(0, -flat.shape[-1] % GROUP)])
-    groups = groups.reshape(*lead, -1, GROUP)
+    groups = groups.reshape(*lead, groups.shape[-1] // GROUP, GROUP)
     top = finite_or_nan(jnp.squeeze(block_max(groups, (WHOLE,)), -1))
     relative = jnp.clip(groups * (1 / jnp.where(top > 0, top, 1))[..., None], -1, 1)
     step = jnp.floor((relative + 1) * 0.5 * (_TABLE - 1) + 0.5)
     codes = jnp.take(_scale_codes(), jnp.nan_to_num(step).astype(jnp.int32), axis=0)
     codes = jnp.where(top[..., None] == 0, 0, codes).astype(jnp.uint8)
-    codes = codes.reshape(*lead, -1)[..., : flat.shape[-1]].reshape(scales.shape)
+    codes = codes.reshape(*lead, math.prod(codes.shape[-2:]))[..., : flat.shape[-1]].reshape(scales.shape)
     own = [1] * (min(scales.ndim, 2) - 1)  # as many axes as the array has
     return {
         "scales": codes,

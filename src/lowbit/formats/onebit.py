@@ -25,6 +25,7 @@ from ._quantized import (
     QuantizedArray,
     axis_spans,
     checked_block_size,
+    checked_dtype,
     checked_input,
     finite_or_nan,
     raise_if_not_finite,
@@ -48,7 +49,7 @@ class Array1B(QuantizedArray):
            [ 1, -1,  0,  0]], dtype=int8)
     """
 
-    kind: Kind = aux_field()
+    kind: Kind = aux_field(default="ternary")
 
     part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
 
@@ -76,16 +77,22 @@ class Array1B(QuantizedArray):
         if threshold is not None and kind == "binary":
             raise ValueError(f"threshold={threshold} is for kind='ternary': binary keeps every sign.")
         array = checked_input(array, kind, integers=True)
+        dtype = checked_dtype(dtype, array, kind) if scale else np.dtype(dtype or array.dtype)
         spans = axis_spans(array.shape, -1 if axis is None else axis, checked_block_size(block_size))
         exact = not jnp.issubdtype(array.dtype, jnp.floating)
         if exact:
             _check_integers(array, kind)
         codes, scales = _encode(array, spans, kind, 0.0 if exact else threshold, scale and not exact)
         if not scale and not isinstance(array, Tracer):
-            raise_if_not_finite(array, jnp.sum(array.astype(jnp.float32)) * 0, kind)
+            raise_if_not_finite(array, jnp.where(jnp.isfinite(array).all(), 0, jnp.nan), kind)
         raise_if_not_finite(array, scales, kind)
         return cls.build(
-            codes=codes, scales=scales, shape=array.shape, dtype=dtype or array.dtype, spans=spans, kind=kind
+            codes=codes,
+            scales=scales,
+            shape=array.shape,
+            dtype=dtype,
+            spans=spans,
+            kind=kind,
         )
 
     @property
@@ -116,8 +123,9 @@ def _encode(
 ) -> tuple[jax.Array, jax.Array]:
     array = jax.lax.stop_gradient(array).astype(jnp.float32)
     top = finite_or_nan(block_max(array, spans))
-    # Relative to the largest, so that squares neither vanish nor overflow.
-    unit = jnp.where(top > 0, top, 1) if scaled or threshold is None else jnp.ones_like(top)
+    # Relative to a power of two near the largest, so that squares neither vanish nor overflow.
+    power = jnp.clip(jnp.floor(jnp.log2(jnp.where(top > 0, top, 1))), -100, 100)
+    unit = jnp.exp2(power) if scaled or threshold is None else jnp.ones_like(top)
     array = array / spread(unit, spans, array.shape)
     count = jnp.maximum(block_count(array.shape, spans), 1)
     size = jnp.abs(array)

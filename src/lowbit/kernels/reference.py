@@ -14,9 +14,9 @@ def matmul(
 ) -> jax.Array:
     """y[*batch, *rows, n] = sum_k x[*batch, *rows, k] * w[*batch, k, n] for contract = -2, w[*batch, n, k] for -1.
 
-    Multiplied and summed in float32 (float64 for a float64 result), rounded once.
+    Multiplied and summed in float32 (float64 for a float64 result), rounded once; integers in their own type.
     """
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
     batch = tuple(range(w.ndim - 2))
     dims = (((x.ndim - 1,), (w.ndim + contract,)), (batch, batch))
     y = lax.dot_general(

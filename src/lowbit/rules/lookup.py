@@ -10,7 +10,7 @@ from lowbit.formats._blocks import WHOLE, axis_slice, repeated, span_of
 from lowbit.formats._quantized import QuantizedArray
 from lowbit.runtime import register
 
-from .structural import alike, full_spans, is_packed
+from .structural import alike, full_spans, is_packed, untransposed
 
 
 def _takes_layers(w: QuantizedArray, dims: Any, sizes: Any, index_ndim: int) -> bool:
@@ -40,8 +40,9 @@ def _(
     dims = dimension_numbers
     if _takes_layers(w, dims, slice_sizes, indices.ndim) and mode != lax.GatherScatterMode.FILL_OR_DROP:
         return w.replace(index=jnp.clip(indices[..., 0], 0, w.shape[0] - 1))
-    w = w.resolved()
+    w = untransposed(w.resolved()) if dims.operand_batching_dims else w.resolved()
     ndim = w.ndim
+    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # wide enough for any position
     stored = [w.swapped(a - ndim) + ndim for a in range(ndim)]
     shape, sizes = w.stored_shape, [slice_sizes[a] for a in stored]
     looked_up = [stored[a] for a in dims.start_index_map]
@@ -49,7 +50,7 @@ def _(
     for a in range(ndim):
         blocked = any(span[a] > 1 for span in spans.values())
         cut = sizes[a] != shape[a]
-        if (blocked and cut and sizes[a] != 1) or (cut and a == ndim - 1 and is_packed(w)):
+        if blocked and cut and sizes[a] != 1:
             return NotImplemented
     if any(span[stored[a]] != 1 for a in dims.operand_batching_dims for span in spans.values()):
         return NotImplemented
@@ -57,6 +58,8 @@ def _(
     # The axes of a row keep their order, but the weight may be stored with its last two swapped.
     dropped = {stored[a] for a in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
     kept = [a for a in range(ndim) if a not in dropped]
+    if is_packed(w) and (ndim - 1 in dropped or sizes[-1] != shape[-1]):
+        return NotImplemented  # bytes hold neighbours of the last axis
     place = dict(zip(kept, dims.offset_dims, strict=True))  # stored axis -> axis of the result
     stored_dims = lax.GatherDimensionNumbers(
         offset_dims=dims.offset_dims,
@@ -74,7 +77,7 @@ def _(
         # A whole axis starts at 0 whatever its span.
         return lax.gather(part, inside // jnp.maximum(step, 1), stored_dims, counts, mode="promise_in_bounds")
 
-    scales = rows(w.scale_values(), spans["scales"])
+    scales = rows(lax.stop_gradient(w.scale_values()), spans["scales"])
     for a in kept:
         span = spans["scales"][a]
         if span > 1 and sizes[a] == shape[a]:
@@ -115,6 +118,7 @@ def _(w: QuantizedArray, indices: jax.Array, update: QuantizedArray, *, dimensio
         or dims.update_window_dims != tuple(range(window, update.ndim))
         or update.shape[window:] != w.shape[lead:]
         or any(span != 1 for span in spans[:lead])
+        or (lead == w.ndim and is_packed(w))
     ):
         return NotImplemented
     params.pop("update_consts", None)

@@ -295,6 +295,8 @@ def _split_span(span: int, lengths: Sequence[int]) -> tuple[int, list[int]] | No
 @register("reshape")
 def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, **params: Any) -> Any:
     del params  # the sharding follows from the parts
+    if not new_sizes:  # one element, which has no axis to store it along
+        return lax.reshape(w.materialize(), ())
     return NotImplemented if dimensions is not None else reshaped(w, new_sizes)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Self
 
 import jax
@@ -166,7 +166,7 @@ class ImplicitArray:
         return operate(jnp.matrix_transpose, self)
 
     def reshape(self, *shape: Any) -> Any:
-        dims = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
         return operate(jnp.reshape, self, shape=tuple(operator.index(n) for n in dims))
 
     def astype(self, dtype: Any) -> Any:
@@ -175,6 +175,9 @@ class ImplicitArray:
     def __getitem__(self, index: Any) -> Any:
         operands: list[Any] = []
         items = index if isinstance(index, tuple) else (index,)
+        if any(_is_mask(item) for item in items):
+            # Positions outside would be clipped. Numpy knows whether a mask fits, on an array that takes no memory.
+            np.broadcast_to(False, self.shape)[tuple(np.asarray(i) if isinstance(i, jax.Array) else i for i in items)]
         template = tuple(entry for item in items for entry in _split_index(item, operands))
         return operate(_index, self, operands, template=template)
 
@@ -266,11 +269,13 @@ class ImplicitArray:
 
 def operate(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
     """`fn(*operands, **static)` on implicit arrays, compiled once for each kind of operands."""
-    return _compiled(fn, tuple(static.items()))(*operands)
+    from ._register import rule_count  # a rule that comes later must be heard
+
+    return _compiled(fn, tuple(static.items()), rule_count())(*operands)
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(fn: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _compiled(fn: Callable[..., Any], static: tuple[tuple[str, Any], ...], rules: int) -> Callable[..., Any]:
     from ._interpret import implicit
 
     @functools.wraps(fn)
@@ -289,13 +294,17 @@ def _astype(array: jax.Array, *, dtype: np.dtype) -> jax.Array:
 _OPERAND = "operand"
 
 
+def _is_mask(item: Any) -> bool:
+    return getattr(item, "dtype", None) == np.bool_ and item.ndim > 0
+
+
 def _split_index(item: Any, operands: list[Any]) -> list[Any]:
     if isinstance(item, slice):
         bounds = (item.start, item.stop, item.step)
         return [tuple(None if b is None else operator.index(b) for b in bounds)]
     if item is None or item is Ellipsis:
         return [item]
-    if getattr(item, "dtype", None) == np.bool_ and item.ndim:
+    if _is_mask(item):
         # The size of the result depends on the values, so they must be known here.
         positions = np.nonzero(np.asarray(item))
         operands.extend(positions)

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._array import ImplicitArray, dense, is_implicit
 from ._interpret import go_dense, interpret, run
-from ._register import register
+from ._register import register, rule_count
 
 # --- leaf by leaf: what these do to an array they do to its parts
 
@@ -70,7 +70,7 @@ def _(
     **params: Any,
 ) -> Any:
     del params  # layouts and compiler options belong to the outermost jit; the mesh is in the equation's context
-    key = (name, tuple(in_shardings), tuple(out_shardings), tuple(donated_invars), keep_unused, inline)
+    key = (rule_count(), name, tuple(in_shardings), tuple(out_shardings), tuple(donated_invars), keep_unused, inline)
     # A function that is called ten times is compiled once: the same jaxpr gives the same jit.
     # The call holds its jaxpr weakly, so that it does not keep its own key alive.
     cache = _compiled_calls.setdefault(jaxpr, {})
@@ -168,10 +168,12 @@ def _(
         outs = interpret(jaxpr.jaxpr, jaxpr.consts, [*consts, *carry, *layers])
         return outs[:num_carry], [_resolved(y) for y in outs[num_carry:]]
 
+    if length == 0:
+        ys = [jnp.zeros((0, *v.aval.shape), v.aval.dtype) for v in jaxpr.jaxpr.outvars[num_carry:]]
+        return [*init, *ys]
     walked = (jnp.arange(length), sliced)
-    if length:
-        first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], walked))
-        init = _settled_carry(lambda carry, x: step(carry, x)[0], init, "scan", first)
+    first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], walked))
+    init = _settled_carry(lambda carry, x: step(carry, x)[0], init, "scan", first)
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         after, ys = step(carry, x)

@@ -71,6 +71,11 @@ def register(primitive: core.Primitive | str, *, precedence: int = 0) -> Callabl
     return decorate
 
 
+def rule_count() -> int:
+    """How many rules there are; part of the key of what is compiled by them."""
+    return sum(map(len, _rules.values()))
+
+
 def primitive_name(primitive: core.Primitive | str) -> str:
     if not isinstance(primitive, str):
         return _ALIASES.get(primitive.name, primitive.name)
@@ -143,7 +148,7 @@ class _Rule:
         kinds = {p.kind for p in parameters}
         keywords = None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(p.name for p in parameters)
         for p in parameters[takes_primitive:]:
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty:
                 operands[p.name] = _classes(hints.get(p.name, Any), fn)
             elif p.kind is p.VAR_POSITIONAL:
                 variadic = _classes(hints.get(p.name, Any), fn)

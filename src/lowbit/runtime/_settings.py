@@ -1,5 +1,6 @@
 """Settings that are part of JAX's trace context: a function traced before a switch is traced again after it."""
 
+import threading
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,8 @@ class Setting(Generic[T]):
         self.name = name
         self.choices = choices
         self._context = jax.make_user_context(default)
+        self._everywhere = default
+        self._lock = threading.Lock()
 
     @property
     def value(self) -> T:
@@ -26,18 +29,24 @@ class Setting(Generic[T]):
         if value not in self.choices:
             choices = ", ".join(repr(choice) for choice in self.choices)
             raise ValueError(f"{self.name}({value!r}): the value must be one of {choices}.")
-        return _Switch(self._context, value)
+        return _Switch(self, value)
+
+    def set_everywhere(self, value: T) -> T:
+        """Set it for all threads that have no value of their own; returns what it was."""
+        with self._lock:
+            before, self._everywhere = self._everywhere, value
+            _compat.set_globally(self._context, value)
+        return before
 
 
 class _Switch(Generic[T]):
-    def __init__(self, context: Any, value: T):
-        self._context, self._value = context, value
-        self._before: T = context.value
-        _compat.set_globally(context, value)
+    def __init__(self, setting: Setting[T], value: T):
+        self._setting, self._value = setting, value
+        self._before = setting.set_everywhere(value)
 
     def __enter__(self) -> None:
-        _compat.set_globally(self._context, self._before)
-        self._local = self._context(self._value)
+        self._setting.set_everywhere(self._before)
+        self._local: Any = self._setting._context(self._value)
         self._local.__enter__()
 
     def __exit__(self, *exception: object) -> None:
