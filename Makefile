@@ -36,7 +36,7 @@ package: $(VENV)/test
 
 # Everything slow goes here as it comes.
 test-all: test
-	LOWBIT_TEST_EXAMPLES=1000 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
+	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .
