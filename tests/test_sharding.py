@@ -44,7 +44,7 @@ def test_shard_map_outside_and_inside(layout: Layout, mesh, spec: P, check_vma: 
     out_spec = P() if spec[0] else P(None, "x")
 
     def shard(x, w):
-        assert w.shape == (K // 2, N) if spec[0] else (K, N // 2)
+        assert w.shape == ((K // 2, N) if spec[0] else (K, N // 2))
         y = jnp.sin(x) @ w
         return lax.psum(y, "x") if spec[0] else y
 
