@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lowbit.kernels import _table, reference
 
 
-def partitioned_matmul(x, w, *, contract, dtype, precision, out_sharding):
+def partitioned_matmul(x, w, *, contract, dtype, precision, out_sharding, arithmetic):
     """A kernel as a native one will be: opaque to the compiler, so that it must say how it is cut."""
     parts, tree = jax.tree.flatten(w)
 

@@ -1,6 +1,15 @@
 """Low-bit arrays for JAX: weights in 8, 4, 2 or 1 bits that go on being arrays."""
 
 from . import rules as rules
+from .config import QuantizationConfig as QuantizationConfig
+from .config import QuantizationType as QuantizationType
+from .config import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
+from .config import quantize as quantize
+from .config import safe_materialize as safe_materialize
+from .config import straight_through as straight_through
+from .config import straight_through_1bit as straight_through_1bit
+from .config import straight_through_8bit as straight_through_8bit
+from .config import straight_through_nf4 as straight_through_nf4
 from .formats import FORMATS as FORMATS
 from .formats import Array1B as Array1B
 from .formats import Array8B as Array8B
@@ -8,6 +17,9 @@ from .formats import ArrayNF4 as ArrayNF4
 from .formats import Format as Format
 from .formats import QuantizedArray as QuantizedArray
 from .formats import register_format as register_format
+from .kernels._table import compute as compute
+from .kernels._table import is_kernel_available as is_kernel_available
+from .kernels._table import use_kernel as use_kernel
 from .runtime import ImplicitArray as ImplicitArray
 from .runtime import MaterializationWarning as MaterializationWarning
 from .runtime import aux_field as aux_field
@@ -17,3 +29,6 @@ from .runtime import materialize as materialize
 from .runtime import register as register
 from .runtime import ste as ste
 from .runtime import use_implicit as use_implicit
+from .tree import combine as combine
+from .tree import is_frozen as is_frozen
+from .tree import partition as partition

@@ -37,6 +37,7 @@ class QuantizedArray(ImplicitArray):
     - `spans` and `lengths` speak of stored axes, counted from the end, so that a leading axis may come and go.
     - `lengths`: of the axes whose last byte or block is not full, for which the parts alone do not tell.
     - The parts are constants: gradients stop at them.
+    - `use_kernel`, `compute`: how its products run, unless the settings of these names say otherwise.
     """
 
     codes: jax.Array
@@ -46,6 +47,8 @@ class QuantizedArray(ImplicitArray):
     spans: tuple[int, ...] = aux_field()
     lengths: tuple[tuple[int, int], ...] = aux_field()
     transposed: bool = aux_field()
+    use_kernel: bool = aux_field()
+    compute: str = aux_field()
 
     # The documented names of the parts, in the order of the constructor.
     part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
@@ -101,7 +104,8 @@ class QuantizedArray(ImplicitArray):
     def build(cls, *, shape: Sequence[int], dtype: Any, spans: Sequence[int], **fields: Any) -> Self:
         """An array of stored `shape` from its fields, by their own names."""
         new = object.__new__(cls)
-        new.__dict__.update({"index": None, "transposed": False, "lengths": ()}, dtype=np.dtype(dtype), **fields)
+        defaults = {"index": None, "transposed": False, "lengths": (), "use_kernel": True, "compute": "exact"}
+        new.__dict__.update(defaults, dtype=np.dtype(dtype), **fields)
         return new.reshaped(shape, spans)
 
     def reshaped(self, shape: Sequence[int], spans: Sequence[int], **changes: Any) -> Self:
@@ -365,13 +369,6 @@ def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple
     return tuple(spans)
 
 
-def _likely_span(length: int, stored: int, block_size: int | None) -> int:
-    """What a scale covers on an axis of `length` with `stored` scales."""
-    if length == stored:
-        return 1
-    return block_size or (WHOLE if stored == 1 else -(-length // stored))
-
-
 def checked_dtype(dtype: Any, array: jax.Array, format: str) -> np.dtype:
     """The dtype that the array is to read in, default its own."""
     dtype = np.dtype(array.dtype if dtype is None else dtype)
@@ -436,9 +433,11 @@ class Format:
     """A row of the table: how to quantize to a format, and what it costs."""
 
     name: str
-    quantize: Callable[..., QuantizedArray]  # (array, *, axis, block_size)
+    quantize: Callable[..., QuantizedArray]  # (array, *, axis, block_size) and the options
     error: float  # root mean square error on N(0, 1), in its default setting
     bits: float  # per weight, scales not counted
+    blocked: bool = True  # whether it always has blocks; otherwise a scale covers the axis if no block is asked for
+    options: frozenset[str] = frozenset()  # what else `quantize` takes of a QuantizationConfig
 
 
 FORMATS: dict[str, Format] = {}

@@ -67,4 +67,4 @@ def _encode(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Ar
     return jnp.clip(jnp.nan_to_num(codes), -127, 127).astype(jnp.int8), scales
 
 
-INT8 = register_format(Format("int8", Array8B.quantize, error=0.0087, bits=8.0))
+INT8 = register_format(Format("int8", Array8B.quantize, error=0.0087, bits=8.0, blocked=False))

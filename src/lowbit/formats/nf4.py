@@ -180,4 +180,4 @@ def _scale_codes() -> np.ndarray:
     return np.searchsorted(midpoints, steps, side="left").astype(np.uint8)
 
 
-NF4 = register_format(Format("nf4", ArrayNF4.quantize, error=0.0920, bits=4.0))
+NF4 = register_format(Format("nf4", ArrayNF4.quantize, error=0.0920, bits=4.0, options=frozenset({"double_quant"})))

@@ -70,7 +70,7 @@ class Array1B(QuantizedArray):
         `axis`: the axis or axes along which one scale is shared (default: the last); `block_size`: one for each block.
         `threshold`: what is kept, if not half the standard deviation. `scale=False`: the bare codes.
         Integers must be in {-1, 0, 1} ({-1, 1} for binary) and are kept exactly. Under `jit`, where values cannot be
-        looked at, other integers, and NaN with `scale=False`, give codes without meaning.
+        looked at, other integers give codes without meaning.
         """
         if kind not in _PER_BYTE:
             raise ValueError(f"Unknown kind {kind!r} of Array1B: it must be 'ternary' or 'binary'.")
@@ -83,8 +83,6 @@ class Array1B(QuantizedArray):
         if exact:
             _check_integers(array, kind)
         codes, scales = _encode(array, spans, kind, 0.0 if exact else threshold, scale and not exact)
-        if not scale and not isinstance(array, Tracer):
-            raise_if_not_finite(array, jnp.where(jnp.isfinite(array).all(), 0, jnp.nan), kind)
         raise_if_not_finite(array, scales, kind)
         return cls.build(
             codes=codes,
@@ -141,9 +139,10 @@ def _encode(
         codes = jnp.where(nonzero, jnp.where(array > 0, 2, 0), 1)
         size, kept_count = size * nonzero, jnp.maximum(block_sum(nonzero.astype(jnp.float32), spans), 1)
     scales = block_sum(size, spans) / kept_count * unit
-    scales = jnp.where(jnp.isnan(top), jnp.nan, scales) if scaled else jnp.ones_like(scales)
+    scales = jnp.where(jnp.isnan(top), jnp.nan, scales if scaled else 1)
     return pack(codes.astype(jnp.uint8), _PER_BYTE[kind]), scales
 
 
-TERNARY = register_format(Format("ternary", partial(Array1B.quantize, kind="ternary"), error=0.444, bits=2.0))
-BINARY = register_format(Format("binary", partial(Array1B.quantize, kind="binary"), error=0.603, bits=1.0))
+_ternary, _binary = (partial(Array1B.quantize, kind=kind) for kind in ("ternary", "binary"))
+TERNARY = register_format(Format("ternary", _ternary, error=0.444, bits=2.0, blocked=False))
+BINARY = register_format(Format("binary", _binary, error=0.603, bits=1.0, blocked=False))

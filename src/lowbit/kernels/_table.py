@@ -3,8 +3,35 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from lowbit.runtime._settings import Setting
+
 # operation -> platform ("cpu", "tpu", "cuda") -> implementation and the predicate of what it takes
 _kernels: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., bool]]]] = {}
+
+use_kernel: Setting[bool | None] = Setting("use_kernel", None, (True, False, None))
+"""Whether products run in fused kernels where there are some; None leaves it to each array.
+
+>>> import jax.numpy as jnp, lowbit
+>>> x, q = jnp.ones((2, 64)), lowbit.quantize(jnp.ones((64, 32)), dtype="int8")
+>>> with lowbit.use_kernel(False):
+...     y = x @ q
+>>> y[0, 0]
+Array(64., dtype=float32)
+"""
+
+compute: Setting[str | None] = Setting("compute", None, ("exact", "fast", None))
+"""The arithmetic of products: "exact" takes activations as they come, "fast" rounds them to 8 bits where a kernel can.
+None leaves it to each array. Gradients are always exact.
+
+>>> import jax.numpy as jnp, lowbit
+>>> x, q = jnp.ones((2, 64)), lowbit.quantize(jnp.ones((64, 32)), dtype="int8")
+>>> with lowbit.compute("fast"):
+...     y = x @ q
+>>> bool(abs(y[0, 0] - 64) < 1)
+True
+"""
 
 
 def register_kernel(operation: str, platform: str, kernel: Callable[..., Any], fits: Callable[..., bool]) -> None:
@@ -16,3 +43,13 @@ def find_kernels(operation: str, *operands: Any, **params: Any) -> dict[str, Cal
     """The kernels that take these operands, by platform."""
     rows = _kernels.get(operation, {})
     return {platform: kernel for platform, (kernel, fits) in rows.items() if fits(*operands, **params)}
+
+
+def is_kernel_available() -> bool:
+    """Whether products on the default backend run in a fused kernel.
+
+    >>> import lowbit
+    >>> lowbit.is_kernel_available() in (True, False)
+    True
+    """
+    return jax.default_backend() in _kernels.get("matmul", {})

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from lowbit.formats._quantized import QuantizedArray
 from lowbit.kernels import reference
-from lowbit.kernels._table import find_kernels
+from lowbit.kernels._table import compute, find_kernels, use_kernel
 from lowbit.runtime._compat import match_varying
 
 matmul_p = Primitive("lowbit_matmul")
@@ -32,6 +32,8 @@ def matmul(
     dtype: Any,
     precision: Any = None,
     out_sharding: Any = None,
+    kernel: bool | None = None,
+    arithmetic: str | None = None,
 ) -> jax.Array:
     """y of shape (*batch, *rows, n) for x of shape (*batch, *rows, k), where w has the shape (*batch, two axes)."""
     batch, k = w.shape[:-2], w.shape[contract]
@@ -41,17 +43,27 @@ def matmul(
         )
     parts, tree = jax.tree.flatten(w)
     operands = match_varying([x, *parts])
+    # The nearest to the call decides: the call itself, the setting around it, the array.
+    kernel = _first(kernel, use_kernel.value, w.use_kernel)
+    arithmetic = _first(arithmetic, compute.value, w.compute)
     params = {"contract": contract, "dtype": dtype, "precision": precision, "out_sharding": out_sharding}
 
     def program(x: jax.Array, *parts: jax.Array) -> jax.Array:
         w = jax.tree.unflatten(tree, parts)
         default = partial(reference.matmul, **params)
-        kernels = find_kernels("matmul", x, w, **params)
+        how = {**params, "arithmetic": arithmetic}
+        kernels = find_kernels("matmul", x, w, **how) if kernel else {}
         if not kernels:
             return default(x, w)
-        return lax.platform_dependent(x, w, default=default, **{p: partial(k, **params) for p, k in kernels.items()})
+        return lax.platform_dependent(x, w, default=default, **{p: partial(k, **how) for p, k in kernels.items()})
 
-    return matmul_p.bind(*operands, tree=tree, program=jax.make_jaxpr(program)(*operands), **params)
+    return matmul_p.bind(
+        *operands, tree=tree, program=jax.make_jaxpr(program)(*operands), kernel=kernel, arithmetic=arithmetic, **params
+    )
+
+
+def _first(*choices: Any) -> Any:
+    return next(choice for choice in choices if choice is not None)
 
 
 @matmul_p.def_abstract_eval
@@ -64,7 +76,9 @@ def _run_program(*operands: Any, program: ClosedJaxpr, **params: Any) -> Any:
 
 
 # Compiled once for each kind of operands; the parameters without the program say all.
-_compiled = partial(jax.jit, static_argnames=("contract", "dtype", "precision", "out_sharding"))(matmul)
+_compiled = partial(
+    jax.jit, static_argnames=("contract", "dtype", "precision", "out_sharding", "kernel", "arithmetic")
+)(matmul)
 
 
 @matmul_p.def_impl
@@ -79,10 +93,11 @@ def _jvp(primals: Any, tangents: Any, *, tree: Any, program: ClosedJaxpr, **para
     x, *parts = primals
     w = jax.tree.unflatten(tree, parts)
     y = matmul(x, w, **params)
+    exact: dict[str, Any] = {**params, "arithmetic": "exact"}
     # The parts of w are constants, whatever tangent they carry.
     if type(tangents[0]) is ad.Zero:
         return y, ad.Zero(jax.typeof(y).to_tangent_aval())
-    return y, matmul(tangents[0], w, **params)
+    return y, matmul(tangents[0], w, **exact)
 
 
 def _transpose(
@@ -90,7 +105,7 @@ def _transpose(
 ) -> Any:
     if type(cotangent) is ad.Zero:
         return [None] * (1 + len(parts))
-    params |= {"dtype": x.aval.dtype}
+    params |= {"dtype": x.aval.dtype, "arithmetic": "exact"}
     if params["out_sharding"] is not None or _has_explicit_axes(x.aval):
         params |= {"out_sharding": x.aval.sharding}
     w = jax.tree.unflatten(tree, parts)

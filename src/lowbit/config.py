@@ -1,0 +1,205 @@
+"""The one entrance: which format, in which blocks, and how its products run."""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .formats import FORMATS, Array1B, Array8B, ArrayNF4, Format, QuantizedArray
+from .formats.onebit import Kind
+from .runtime import ImplicitArray, ste
+from .runtime._array import dense
+
+
+class QuantizationType(enum.StrEnum):
+    """The formats by name. A plain string does as well, also for formats of your own.
+
+    >>> import lowbit
+    >>> lowbit.QuantizationType("nf4"), lowbit.QuantizationType.INT8 == "int8"
+    (<QuantizationType.NF4: 'nf4'>, True)
+    """
+
+    NF4 = "nf4"
+    INT8 = "int8"
+    TERNARY = "ternary"
+    BINARY = "binary"
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizationConfig:
+    """How to quantize, and how the array computes afterwards. Hashable.
+
+    - `dtype`: the format, a `QuantizationType` or its name.
+    - `block_size`: elements that share a scale, for formats that always have blocks (NF4).
+    - `scale_block`: the same for the others; None is one scale for the whole axis.
+    - `axis`: along which scales are shared; None is the format's default, the last. For `x @ w` the one before it, -2,
+      is the fastest and the most exact.
+    - `simulate`: give the dense array as it reads after quantization, with a straight-through gradient.
+    - `double_quant`: NF4's scales in 8 bits.
+    - `use_kernel`, `compute`: travel with the array; the settings of the same names win over them.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> config = lowbit.QuantizationConfig("nf4", block_size=32, axis=-2)
+    >>> lowbit.quantize(jnp.ones((64, 8)), config).absmax.shape
+    (2, 8)
+    """
+
+    dtype: QuantizationType | str = QuantizationType.NF4
+    block_size: int = 64
+    simulate: bool = False
+    use_kernel: bool = True
+    _: dataclasses.KW_ONLY
+    axis: int | tuple[int, ...] | None = None
+    double_quant: bool = False
+    scale_block: int | None = None
+    compute: str = "exact"
+
+    def __post_init__(self) -> None:
+        name = str(self.dtype)
+        if name not in FORMATS:
+            raise ValueError(f"Unknown quantization type {name!r}: it must be one of {', '.join(FORMATS)}.")
+        known = [member for member in QuantizationType if member == name]
+        object.__setattr__(self, "dtype", known[0] if known else name)
+        if isinstance(self.axis, list):
+            object.__setattr__(self, "axis", tuple(self.axis))
+        if self.compute not in ("exact", "fast"):
+            raise ValueError(f"compute={self.compute!r}: the value must be one of 'exact', 'fast'.")
+        if self.double_quant and "double_quant" not in self.format.options:
+            able = ", ".join(f.name for f in FORMATS.values() if "double_quant" in f.options)
+            raise ValueError(f"double_quant=True is for {able}, not for {name!r}.")
+        if self.scale_block is not None and self.format.blocked:
+            raise ValueError(f"scale_block={self.scale_block} is not for {name!r}: its blocks are set by block_size.")
+
+    @property
+    def format(self) -> Format:
+        """The row of the table of formats."""
+        return FORMATS[str(self.dtype)]
+
+
+def quantize(
+    array: Any,
+    config: QuantizationConfig | None = None,
+    dtype: QuantizationType | str | None = None,
+    block_size: int = 64,
+    simulate: bool = False,
+) -> Any:
+    """Quantize an array: an implicit array, or with `simulate` the dense array as it reads after quantization.
+
+    A `config` wins over the other arguments. The default is NF4.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> w = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
+    >>> q = lowbit.quantize(w, dtype="int8")
+    >>> type(q).__name__, q.shape, (jnp.ones((2, 64)) @ q).shape
+    ('Array8B', (64, 32), (2, 32))
+    """
+    config = _resolved(config, dtype, block_size, simulate)
+    return _straight_through(array, config) if config.simulate else _quantize(array, config)
+
+
+def straight_through(
+    array: Any,
+    config: QuantizationConfig | None = None,
+    dtype: QuantizationType | str | None = None,
+    block_size: int = 64,
+) -> jax.Array:
+    """What `quantize(array, ...)` reads as, with the gradient of `array` itself: for training through quantization.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> w, x = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.ones((2, 8))
+    >>> g = jax.grad(lambda w: (x @ lowbit.straight_through(w, dtype="ternary")).sum())(w)
+    >>> bool((g == jax.grad(lambda w: (x @ w).sum())(w)).all())
+    True
+    """
+    return _straight_through(array, _resolved(config, dtype, block_size, True))
+
+
+def straight_through_nf4(
+    weights: Any, block_size: int = 64, *, axis: int = -1, double_quant: bool = False
+) -> jax.Array:
+    """`ArrayNF4.quantize(weights, ...)` made dense, with an identity gradient.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> lowbit.straight_through_nf4(jnp.array([0.5, 1.0, 0.0, -1.0]))
+    Array([ 0.44070983,  1.        ,  0.        , -1.        ], dtype=float32)
+    """
+    return ste(ArrayNF4.quantize)(weights, block_size=block_size, axis=axis, double_quant=double_quant)
+
+
+def straight_through_8bit(weights: Any, axis: Any = None, *, block_size: int | None = None) -> jax.Array:
+    """`Array8B.quantize(weights, ...)` made dense, with an identity gradient.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> lowbit.straight_through_8bit(jnp.array([0.5, 1.27, 0.004]))
+    Array([0.5 , 1.27, 0.  ], dtype=float32)
+    """
+    return ste(Array8B.quantize)(weights, axis=axis, block_size=block_size)
+
+
+def straight_through_1bit(
+    weights: Any, axis: Any = None, *, kind: Kind = "ternary", scale: bool = True, block_size: int | None = None
+) -> jax.Array:
+    """`Array1B.quantize(weights, ...)` made dense, with an identity gradient.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> lowbit.straight_through_1bit(jnp.array([0.5, -1.5, 0.0, 2.0]), kind="binary")
+    Array([ 1., -1.,  1.,  1.], dtype=float32)
+    """
+    return ste(Array1B.quantize)(weights, axis=axis, kind=kind, scale=scale, block_size=block_size)
+
+
+def matmul_bf16_int8_weight_only(lhs: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """`lhs @ (weight * scale)` for int8 parts held apart: (..., M, K) by (K, N), summed in float32, in bfloat16.
+
+    A scale of (1, N) is applied after the product and one of (K, 1) before it; any other shape by dequantizing.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> q = lowbit.Array8B.quantize(jnp.ones((64, 32)), axis=0)
+    >>> lowbit.matmul_bf16_int8_weight_only(jnp.ones((2, 64)), q.weight, q.scale)[0, 0]
+    Array(64, dtype=bfloat16)
+    """
+    lhs, weight, scale = jnp.asarray(lhs), jnp.asarray(weight), jnp.asarray(scale)
+    if weight.ndim != 2 or lhs.ndim < 1 or lhs.shape[-1] != weight.shape[0]:
+        raise ValueError(f"lhs of shape {lhs.shape} cannot be multiplied by a weight of shape {weight.shape}.")
+    if weight.dtype != jnp.int8:
+        raise TypeError(f"The weight must be int8, not {weight.dtype}.")
+    lhs, scale = lhs.astype(jnp.float32), scale.astype(jnp.float32)
+    k, n = weight.shape
+    if scale.shape in ((1, n), (k, 1)):
+        q = Array8B(weight=weight, scale=scale, axis=-2 if scale.shape == (1, n) else -1)
+        return (lhs @ q).astype(jnp.bfloat16)
+    return jnp.matmul(lhs, weight * scale, precision=lax.Precision.HIGHEST).astype(jnp.bfloat16)
+
+
+def safe_materialize(x: Any) -> tuple[Any, bool]:
+    """The dense form of anything, and whether it was an implicit array.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> lowbit.safe_materialize(lowbit.Array8B(jnp.ones(3))), lowbit.safe_materialize(2.5)
+    ((Array([1., 1., 1.], dtype=float32), True), (2.5, False))
+    """
+    return dense(x), isinstance(x, ImplicitArray)
+
+
+def _resolved(config: QuantizationConfig | None, dtype: Any, block_size: int, simulate: bool) -> QuantizationConfig:
+    if config is not None:
+        if not isinstance(config, QuantizationConfig):
+            raise TypeError(f"config must be a QuantizationConfig, not {config!r}; a format's name goes to dtype=.")
+        return config
+    return QuantizationConfig(QuantizationType.NF4 if dtype is None else dtype, block_size, simulate)
+
+
+def _quantize(array: Any, config: QuantizationConfig) -> QuantizedArray:
+    options: dict[str, Any] = {name: getattr(config, name) for name in config.format.options}
+    if config.axis is not None:
+        options["axis"] = config.axis
+    block = config.block_size if config.format.blocked else config.scale_block
+    quantized = config.format.quantize(array, block_size=block, **options)
+    return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
+
+
+def _straight_through(array: Any, config: QuantizationConfig) -> jax.Array:
+    return ste(lambda array: _quantize(array, config))(array)

@@ -1,0 +1,283 @@
+"""The one entrance: `quantize` and its relatives, the settings that decide how products run, frozen and trainable."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, assert_same_bits
+
+import lowbit
+from lowbit import QuantizationConfig, QuantizationType, quantize, straight_through
+from lowbit.kernels import _table, reference
+
+TYPES = list(QuantizationType)
+W = jax.random.normal(jax.random.key(0), (48, 80)) / 4
+X = jax.random.normal(jax.random.key(1), (8, 48))
+
+
+# --- quantize and its config
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_type_by_name_by_config_and_by_class(dtype: QuantizationType) -> None:
+    want = lowbit.FORMATS[dtype.value].quantize(W)
+    assert_same_bits(quantize(W, dtype=dtype), want)
+    assert_same_bits(quantize(W, dtype=dtype.value), want)
+    assert_same_bits(quantize(W, QuantizationConfig(dtype.value)), want)
+    assert_same_bits(jax.jit(lambda w: quantize(w, dtype=dtype))(W), want)
+
+
+def test_the_default_is_nf4_in_blocks_of_64() -> None:
+    assert_same_bits(quantize(W), lowbit.ArrayNF4.quantize(W, block_size=64))
+    assert quantize(W, block_size=16).block_size == 16
+
+
+def test_the_config_wins_over_the_other_arguments() -> None:
+    config = QuantizationConfig("nf4", block_size=32, axis=-2, double_quant=True)
+    got = quantize(W, config, dtype="int8", block_size=16, simulate=True)
+    assert_same_bits(got, lowbit.ArrayNF4.quantize(W, 32, axis=-2, double_quant=True))
+
+
+def test_blocks_of_scales_and_axes() -> None:
+    assert quantize(W, QuantizationConfig("int8", axis=-2, scale_block=16)).scale.shape == (3, 80)
+    assert quantize(W, QuantizationConfig("int8", axis=(0, 1))).scale.shape == (1, 1)
+    assert quantize(W, QuantizationConfig("binary", axis=0)).scale.shape == (1, 80)
+    # The block of NF4 is not the block of the others.
+    assert quantize(W, QuantizationConfig("int8", block_size=64)).scale.shape == (48, 1)
+
+
+def test_the_config_is_a_frozen_value() -> None:
+    config = QuantizationConfig("int8", axis=[0, 1])  # pyright: ignore
+    assert config == QuantizationConfig(QuantizationType.INT8, axis=(0, 1))
+    assert len({config, QuantizationConfig("int8", axis=(0, 1)), QuantizationConfig()}) == 2
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.dtype = "nf4"  # pyright: ignore
+    assert jax.jit(quantize, static_argnums=1)(W, config).shape == W.shape
+
+
+def test_errors_name_what_was_asked() -> None:
+    with pytest.raises(ValueError, match=r"'nf5'.*nf4, .*int8.*ternary, binary|'nf5'.*int8, nf4, ternary, binary"):
+        quantize(W, dtype="nf5")
+    with pytest.raises(ValueError, match=r"compute='quick'.*'exact', 'fast'"):
+        QuantizationConfig(compute="quick")
+    with pytest.raises(ValueError, match=r"double_quant=True is for nf4, not for 'int8'"):
+        QuantizationConfig("int8", double_quant=True)
+    with pytest.raises(ValueError, match=r"scale_block=32 .*'nf4'.*block_size"):
+        QuantizationConfig("nf4", scale_block=32)
+    with pytest.raises(TypeError, match=r"config must be a QuantizationConfig, not 'nf4'"):
+        quantize(W, "nf4")  # pyright: ignore
+    with pytest.raises(ValueError, match="block_size=48"):
+        quantize(W, block_size=48)
+
+
+# --- straight through
+
+CONFIGS = [*map(QuantizationConfig, TYPES), QuantizationConfig("nf4", 16, axis=-2, double_quant=True)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_simulated_materialized_and_straight_through_are_equal_to_the_bit(config: QuantizationConfig) -> None:
+    want = np.asarray(quantize(W, config).materialize())
+    simulated = dataclasses.replace(config, simulate=True)
+    for got in (
+        quantize(W, simulated),
+        straight_through(W, config),
+        jax.jit(lambda w: quantize(w, simulated))(W),
+        jax.jit(lambda w: straight_through(w, config))(W),
+        jax.jit(lambda w: quantize(w, config).materialize())(W),
+    ):
+        assert isinstance(got, jax.Array)
+        np.testing.assert_array_equal(np.asarray(got), want)
+
+
+def test_straight_through_by_its_own_names() -> None:
+    def equal(got: jax.Array, want: lowbit.QuantizedArray) -> None:
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want.materialize()))
+
+    equal(lowbit.straight_through_nf4(W, 32), lowbit.ArrayNF4.quantize(W, 32))
+    equal(lowbit.straight_through_nf4(W, block_size=16, axis=0), lowbit.ArrayNF4.quantize(W, 16, axis=0))
+    equal(lowbit.straight_through_8bit(W, axis=0), lowbit.Array8B.quantize(W, axis=0))
+    equal(lowbit.straight_through_1bit(W), lowbit.Array1B.quantize(W))
+    equal(lowbit.straight_through_1bit(W, kind="binary"), lowbit.Array1B.quantize(W, kind="binary"))
+    assert set(np.unique(lowbit.straight_through_1bit(W, kind="binary", scale=False))) == {-1, 1}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_straight_through_has_the_dense_gradient_in_every_transformation(dtype: QuantizationType) -> None:
+    def quantized(w: jax.Array) -> jax.Array:
+        return straight_through(w, dtype=dtype)
+
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (x @ quantized(w)).sum()
+
+    want = jax.grad(lambda w, x: (x @ w).sum())(W, X)
+    grad = jax.grad(product)
+    assert_close(grad(W, X), want)
+    assert_close(jax.jit(grad)(W, X), want)
+    assert_close(jax.grad(jax.jit(product))(W, X), want)
+    assert_close(jax.grad(jax.checkpoint(product))(W, X), want)
+    assert_close(jax.vmap(grad, (None, 0))(W, X[:, None]).sum(0), want)
+    stack = jnp.stack([W, 2 * W, -W])
+    assert_close(jax.vmap(grad, (0, None))(stack, X), jnp.stack([want] * 3))
+
+    def layers(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda y, w: (y + jax.checkpoint(product)(w, x), None), 0.0, w)[0]
+
+    assert_close(jax.jit(jax.grad(layers))(stack, X), jnp.stack([want] * 3))
+
+    # Second order, where the point at which the outer function is taken is the quantized one.
+    def curved(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sin(x @ w).sum()
+
+    direction = jax.random.normal(jax.random.key(2), W.shape)
+    at = quantized(W)
+    second = jax.jvp(jax.grad(lambda w: curved(quantized(w), X)), (W,), (direction,))
+    assert_close(second, jax.jvp(jax.grad(lambda w: curved(w, X)), (at,), (direction,)))
+    reverse = jax.grad(lambda w: (jax.grad(lambda w: curved(quantized(w), X))(w) * direction).sum())(W)
+    assert_close(reverse, jax.grad(lambda w: (jax.grad(lambda w: curved(w, X))(w) * direction).sum())(at))
+
+
+# --- how products run
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """A kernel that notes the arithmetic it is asked for."""
+    calls = []
+
+    def kernel(x, w, *, arithmetic, **params):
+        calls.append(arithmetic)
+        return reference.matmul(x, w, **params)
+
+    monkeypatch.setattr(_table, "_kernels", {})
+    _table.register_kernel("matmul", jax.default_backend(), kernel, lambda *operands, **params: True)
+    return calls
+
+
+def told(asked: list[str], fn, *args) -> set[str]:
+    """The arithmetics that a call of `fn` traces, from a compiler that has forgotten what others asked for."""
+    asked.clear()
+    fn(*args)
+    return set(asked)
+
+
+def test_a_setting_wins_over_the_array_also_when_compiled_before(asked) -> None:
+    fast = quantize(W, QuantizationConfig("int8", compute="fast"))
+    plain = quantize(W, QuantizationConfig("int8"))
+    without = quantize(W, QuantizationConfig("int8", use_kernel=False))
+    program = jax.jit(lambda x, q: x @ q)
+    assert told(asked, program, X, fast) == {"fast"}
+    assert told(asked, program, X, plain) == {"exact"}
+    assert told(asked, program, X, without) == set()
+    with lowbit.compute("exact"):
+        assert told(asked, program, X, fast) == {"exact"}
+    with lowbit.compute("fast"):
+        assert told(asked, program, X, plain) == {"fast"}
+        assert told(asked, program, X, without) == set()
+    with lowbit.use_kernel(True):
+        assert told(asked, program, X, without) == {"exact"}
+    with lowbit.use_kernel(False):
+        assert told(asked, program, X, fast) == set()
+    for q in (fast, plain, without):
+        assert_close(program(X, q), X @ q.materialize())
+        # Known already, so nothing is traced again.
+        assert told(asked, program, X, q) == set()
+
+
+def test_gradients_are_exact(asked) -> None:
+    q = quantize(W, QuantizationConfig("int8", compute="fast"))
+    asked.clear()
+    # The value by the fast one, its derivatives in both directions by the exact one.
+    jax.value_and_grad(lambda x: jnp.sin(x @ q).sum())(X)
+    assert (asked[0], set(asked[1:])) == ("fast", {"exact"})
+
+
+def test_the_settings_travel_with_the_array(asked) -> None:
+    q = quantize(W, QuantizationConfig("int8", compute="fast", use_kernel=False))
+    for moved in (q.T, q[2:8], q.astype(jnp.bfloat16), jax.jit(lambda q: q)(q), pickle.loads(pickle.dumps(q)), q * 2.0):
+        assert (moved.compute, moved.use_kernel) == ("fast", False)
+
+
+def test_settings_are_known_by_name() -> None:
+    with pytest.raises(ValueError, match=r"compute\('slow'\).*'exact', 'fast', None"):
+        lowbit.compute("slow")
+    assert lowbit.is_kernel_available() == ("cpu" in _table._kernels.get("matmul", {}))
+
+
+# --- small ones
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale"),
+    [((2, 48), (1, 80)), ((3, 2, 48), (48, 1)), ((48,), (1, 80)), ((2, 48), (48, 80)), ((2, 48), (80,))],
+)
+def test_matmul_of_parts(shape: tuple[int, ...], scale: tuple[int, ...]) -> None:
+    lhs = jax.random.normal(jax.random.key(3), shape, jnp.bfloat16)
+    weight = jax.random.randint(jax.random.key(4), W.shape, -127, 128, jnp.int8)
+    scales = jax.random.uniform(jax.random.key(5), scale)
+    got = lowbit.matmul_bf16_int8_weight_only(lhs, weight, scales)
+    assert got.dtype == jnp.bfloat16
+    want = np.asarray(lhs, np.float64) @ (np.asarray(weight, np.float64) * np.asarray(scales, np.float64))
+    assert_close(got.astype(jnp.float32), jnp.asarray(want, jnp.float32), 2**-8)
+
+
+def test_matmul_of_parts_says_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 47\).*\(48, 80\)"):
+        lowbit.matmul_bf16_int8_weight_only(X[:2, :47], jnp.zeros((48, 80), jnp.int8), jnp.ones((1, 80)))
+    with pytest.raises(TypeError, match="int8, not float32"):
+        lowbit.matmul_bf16_int8_weight_only(X, W, jnp.ones((1, 80)))
+
+
+def test_safe_materialize() -> None:
+    q = quantize(W)
+    got, was = lowbit.safe_materialize(q)
+    assert was and isinstance(got, jax.Array)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(q.materialize()))
+    got, was = lowbit.safe_materialize(W)
+    assert not was and got is W
+
+
+# --- frozen and trainable
+
+
+def test_partition_and_combine() -> None:
+    q = quantize(W)
+    tree = {"q": q, "w": W, "more": [jnp.arange(3), None, "name", jnp.float16(2), jax.random.key(0)], "f": jnp.sin}
+    trainable, frozen = lowbit.partition(tree)
+    assert jax.tree.map(jnp.shape, trainable) == {
+        "q": None,
+        "w": W.shape,
+        "more": [None, None, None, (), None],
+        "f": None,
+    }
+    assert frozen["q"] is q and frozen["w"] is None and frozen["f"] is jnp.sin and frozen["more"][2] == "name"
+    back = lowbit.combine(trainable, frozen)
+    assert back["q"] is q and back["w"] is W and back["more"][1:3] == [None, "name"] and back["f"] is jnp.sin
+    moved = lowbit.combine(jax.tree.map(lambda t: t + 1, trainable), frozen)
+    assert moved["q"] is q
+    assert_close(moved["w"], W + 1)
+    with pytest.raises(ValueError, match=r"\['w'\] is in both"):
+        lowbit.combine({"q": None, "w": W}, {"q": q, "w": W})
+
+
+def test_gradients_of_the_trainable_part_only() -> None:
+    tree = {"q": quantize(W), "b": jnp.zeros(80), "step": jnp.int32(3)}
+    trainable, frozen = lowbit.partition(tree)
+
+    def loss(trainable, frozen, x):
+        tree = lowbit.combine(trainable, frozen)
+        return jnp.sin(x @ tree["q"] + tree["b"]).sum()
+
+    got = jax.jit(jax.grad(loss))(trainable, frozen, X)
+    assert got.keys() == tree.keys() and got["q"] is None and got["step"] is None
+    assert_close(got["b"], jax.grad(lambda b: jnp.sin(X @ tree["q"].materialize() + b).sum())(tree["b"]))
+
+
+def test_partition_of_shapes() -> None:
+    shapes = jax.eval_shape(lambda w: {"q": quantize(w), "w": w}, W)
+    trainable, frozen = lowbit.partition(shapes)
+    assert trainable["w"] is shapes["w"] and frozen["q"] is shapes["q"] and frozen["w"] is None
