@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import Layout, assert_close
+from helpers import Layout, assert_close, assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -32,7 +32,44 @@ def activations() -> jax.Array:
 
 
 def sharded(q, mesh, spec):
-    return jax.tree.map(lambda part, s: jax.device_put(part, NamedSharding(mesh, s)), q, q.part_specs(spec))
+    return q.with_sharding(NamedSharding(mesh, spec))
+
+
+def test_arrays_are_sharded_by_their_own_axes(any_layout: Layout, mesh) -> None:
+    q = weight(any_layout)
+    assert not q.is_sharded
+    for spec in (P(None, "x"), P("x", None)):
+        columns = q.with_sharding(NamedSharding(mesh, spec))
+        assert columns.sharding == NamedSharding(mesh, spec) and columns.is_sharded
+        assert columns.T.sharding.spec == P(spec[1], spec[0])
+        assert_same_bits(columns, q)
+        assert columns.codes.addressable_shards[0].data.size == q.codes.size // 2
+        inside = jax.jit(lambda q, spec=spec: q.with_sharding(NamedSharding(mesh, spec)))(q)
+        assert inside.sharding == NamedSharding(mesh, spec)
+    assert q.reshard(None) is q
+    assert q.with_mesh_and_axis((mesh, None)).sharding == NamedSharding(mesh, P(None, None))
+    assert q.with_mesh_and_axis((mesh, "x")).sharding.spec == P("x", None)
+    assert q.with_mesh_and_axis((mesh, (None, "x"))).sharding.spec == P(None, "x")
+    with pytest.raises(RuntimeError, match="mesh"):
+        q.with_sharding(P("x"))
+
+
+def test_quantizing_keeps_the_sharding(layout: Layout, mesh) -> None:
+    w = jax.device_put(jax.random.normal(jax.random.key(1), (K, N)), NamedSharding(mesh, P(None, "x")))
+    for quantize in (layout.quantize, jax.jit(layout.quantize)):
+        q = quantize(w)
+        assert q.sharding == w.sharding
+        assert_close(q, layout.quantize(jax.device_get(w)))
+
+
+def test_a_block_is_never_cut() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    q = lowbit.quantize(jnp.ones((K, N)))
+    message = r"Axis -1 of length 256 .* 8 devices of \('x',\): .* whole blocks of 64 elements. 4 devices would do."
+    with pytest.raises(ValueError, match=message):
+        q.with_sharding(NamedSharding(mesh, P(None, "x")))
+    with pytest.raises(ValueError, match=r"Axis -2 .*whole blocks of 64"):
+        q.T.with_sharding(NamedSharding(mesh, P("x")))
 
 
 # Column parallel without a collective, row parallel with one sum.

@@ -5,6 +5,7 @@ A format is a subclass with its parts, `quantize`, `levels`, and a row in the ta
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lowbit.runtime import ImplicitArray, aux_field
+from lowbit.runtime._compat import mesh_in_context
 
 from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed
 
@@ -322,6 +324,67 @@ class QuantizedArray(ImplicitArray):
             part.delete()
 
     # --- sharding
+
+    @property
+    def sharding(self) -> Any:
+        """How the array lies over devices, as `jax.Array.sharding` says it."""
+        stored: Any = self.codes.sharding
+        spec = self.logical_spec()
+        return stored if spec is None else NamedSharding(stored.mesh, spec)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether devices hold different pieces of it."""
+        return not self.sharding.is_fully_replicated
+
+    def with_sharding(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
+        """The array laid out anew, given for its own axes; a PartitionSpec is of the mesh around, None changes nothing.
+
+        >>> import jax, jax.numpy as jnp, lowbit
+        >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+        >>> lowbit.Array8B(jnp.ones((64, 32))).with_sharding(sharding).sharding == sharding
+        True
+        """
+        if sharding is None:
+            return self
+        traced = isinstance(self.codes, Tracer)
+        if isinstance(sharding, PartitionSpec):
+            mesh = None if traced else mesh_in_context()
+            if mesh is None:  # JAX knows the mesh of a `with mesh:`, or says that there is none
+                return jax.tree.map(lax.with_sharding_constraint, self, self.part_specs(sharding))
+            sharding = NamedSharding(mesh, sharding)
+        self._check_pieces(sharding)
+        parts = jax.tree.map(partial(NamedSharding, sharding.mesh), self.part_specs(sharding.spec))
+        return jax.tree.map(lax.with_sharding_constraint if traced else jax.device_put, self, parts)
+
+    def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
+        """`with_sharding` by its other name."""
+        return self.with_sharding(sharding)
+
+    def with_mesh_and_axis(self, mesh_and_axis: tuple[Any, Any]) -> Self:
+        """`with_sharding` of a mesh and a PartitionSpec, its entries, a single name for the first axis, or None."""
+        mesh, axis = mesh_and_axis
+        entries = () if axis is None else (axis,) if isinstance(axis, str) else axis
+        return self.with_sharding(NamedSharding(mesh, PartitionSpec(*entries)))
+
+    def _check_pieces(self, sharding: NamedSharding) -> None:
+        """No part may be cut inside an element: a block belongs to one device, and so does a byte."""
+        sizes = dict(sharding.mesh.shape)
+        for axis, entry in enumerate(sharding.spec, -self.ndim):
+            names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            pieces = math.prod(sizes[name] for name in names)
+            stored = self.swapped(axis)
+            spans = {name: span_of(spans, stored) for name, spans in self.part_spans().items()}
+            counts = [stored_length(self.shape[axis], span) for span in spans.values() if span != WHOLE]
+            if pieces > 1 and any(n % pieces for n in counts):
+                fits = next(d for d in range(pieces, 0, -1) if not any(n % d for n in counts))
+                block = math.lcm(*(span for span in spans.values() if span != WHOLE))
+                raise ValueError(
+                    f"Axis {axis} of length {self.shape[axis]} cannot be cut over the {pieces} devices of {names}: "
+                    f"a piece must hold whole blocks of {block} elements. "
+                    f"{fits} {'device' if fits == 1 else 'devices'} would do."
+                )
 
     def part_specs(self, spec: PartitionSpec) -> Any:
         entries = [*spec, *[None] * (self.ndim - len(spec))]

@@ -57,3 +57,11 @@ def set_globally(context: Any, value: Any) -> None:
     """Give a user context another value in every thread."""
     # 0.7 has the same method one object deeper.
     (context if hasattr(context, "set_global") else context._obj).set_global(value)
+
+
+def mesh_in_context() -> Any:
+    """The mesh of `jax.set_mesh`, if there is one."""
+    # 0.7 tells its abstract mesh only.
+    get_mesh = getattr(jax.sharding, "get_mesh", None)
+    mesh = get_mesh() if get_mesh else None
+    return None if mesh is None or mesh.empty else mesh
