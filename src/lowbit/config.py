@@ -96,7 +96,7 @@ def quantize(
     >>> type(q).__name__, q.shape, (jnp.ones((2, 64)) @ q).shape
     ('Array8B', (64, 32), (2, 32))
     """
-    config = _resolved(config, dtype, block_size, simulate)
+    config = resolved_config(config, dtype, block_size, simulate)
     return _straight_through(array, config) if config.simulate else _quantize(array, config)
 
 
@@ -114,7 +114,7 @@ def straight_through(
     >>> bool((g == jax.grad(lambda w: (x @ w).sum())(w)).all())
     True
     """
-    return _straight_through(array, _resolved(config, dtype, block_size, True))
+    return _straight_through(array, resolved_config(config, dtype, block_size, True))
 
 
 def straight_through_nf4(
@@ -184,7 +184,10 @@ def safe_materialize(x: Any) -> tuple[Any, bool]:
     return dense(x), isinstance(x, ImplicitArray)
 
 
-def _resolved(config: QuantizationConfig | None, dtype: Any, block_size: int, simulate: bool) -> QuantizationConfig:
+def resolved_config(
+    config: QuantizationConfig | None, dtype: Any, block_size: int, simulate: bool
+) -> QuantizationConfig:
+    """The config, or one of the other arguments where there is none."""
     if config is not None:
         if not isinstance(config, QuantizationConfig):
             raise TypeError(f"config must be a QuantizationConfig, not {config!r}; a format's name goes to dtype=.")

@@ -1,0 +1,1 @@
+"""lowbit under the names of other libraries."""

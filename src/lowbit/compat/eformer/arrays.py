@@ -1,0 +1,211 @@
+"""The arrays and the entrance, with eformer's documented meaning where ours is richer."""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+import lowbit
+from lowbit import QuantizationConfig as QuantizationConfig
+from lowbit import QuantizationType as QuantizationType
+from lowbit import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
+from lowbit import safe_materialize as safe_materialize
+from lowbit.config import resolved_config
+from lowbit.formats import stored
+from lowbit.formats.onebit import Kind
+
+from . import functions
+
+
+@stored
+class _Eformer(lowbit.QuantizedArray):
+    """Fields by position in eformer's order, and a `quantize` that does not raise on NaN, whose block reads as NaN."""
+
+    positional: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *given: Any, sharding: Any = None, **named: Any):
+        if len(given) > 1:
+            if len(given) > len(self.positional):
+                raise TypeError(
+                    f"{type(self).__name__} takes {', '.join(self.positional)}, and got {len(given)} values."
+                )
+            named = {**dict(zip(self.positional, given, strict=False)), **named}
+            given, sharding = (), named.pop("sharding", sharding)
+        super().__init__(*given, **named)
+        if sharding is not None:
+            self.__dict__.update(self.with_sharding(sharding).__dict__)
+
+
+def _quietly(cls: type, array: Any, **options: Any) -> Any:
+    """Quantize as under jit, where no value can be looked at."""
+    array = array if isinstance(array, lowbit.ImplicitArray) else jnp.asarray(array)
+    return _compiled(cls, tuple(options.items()))(array)
+
+
+@functools.cache
+def _compiled(cls: Any, options: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(lambda array: super(cls, cls).quantize(array, **dict(options)))
+
+
+def _hashable(axis: Any) -> Any:
+    return tuple(axis) if isinstance(axis, list) else axis
+
+
+@stored
+class Array8B(_Eformer, lowbit.Array8B):
+    """int8 with a scale: `Array8B(scale, weight, axis)` or `Array8B(array)`."""
+
+    part_names: ClassVar[dict[str, str]] = {"scale": "scales", "weight": "codes"}
+    positional: ClassVar[tuple[str, ...]] = ("scale", "weight", "axis", "sharding")
+
+    @classmethod
+    def quantize(cls, array: Any, dtype: Any = None, axis: Any = None, *, block_size: int | None = None) -> Self:
+        return _quietly(Array8B, array, dtype=dtype, axis=_hashable(axis), block_size=block_size)
+
+
+@stored
+class ArrayNF4(_Eformer, lowbit.ArrayNF4):
+    """NF4: `ArrayNF4(packed, absmax, block_size)` or `ArrayNF4(array)`."""
+
+    positional: ClassVar[tuple[str, ...]] = ("packed", "absmax", "block_size", "sharding")
+
+    @classmethod
+    def from_parts(cls, *, packed: Any = None, absmax: Any = None, **given: Any) -> Self:
+        if packed is not None and absmax is not None and jnp.ndim(packed) == jnp.ndim(absmax) + 1:
+            packed = functions.joined(packed)  # (..., blocks, bytes of a block)
+        parts = {name: part for name, part in (("packed", packed), ("absmax", absmax)) if part is not None}
+        return super().from_parts(**parts, **given)
+
+    @classmethod
+    def quantize(
+        cls, array: Any, block_size: int = 64, *, axis: int = -1, dtype: Any = None, double_quant: bool = False
+    ) -> Self:
+        return _quietly(ArrayNF4, array, block_size=block_size, axis=axis, dtype=dtype, double_quant=double_quant)
+
+
+@stored
+class Array1B(_Eformer, lowbit.Array1B):
+    """Bare codes {-1, 0, 1}: `Array1B(array)`, or `Array1B(weight=...)` of what `pack_weights_1bit` gives."""
+
+    positional: ClassVar[tuple[str, ...]] = ("weight", "scale")
+
+    @classmethod
+    def from_parts(cls, *, weight: Any = None, dtype: Any = jnp.int8, **given: Any) -> Self:
+        if "scale" in given:
+            return super().from_parts(weight=weight, dtype=dtype, **given)
+        return cls.quantize(functions.unpack_weights_1bit(weight, jnp.int8), dtype=dtype)
+
+    @classmethod
+    def quantize(
+        cls,
+        array: Any,
+        dtype: Any = None,
+        axis: Any = None,
+        *,
+        kind: Kind = "ternary",
+        threshold: float | None = None,
+        scale: bool = False,
+        block_size: int | None = None,
+    ) -> Self:
+        if jnp.issubdtype(jnp.result_type(array), jnp.integer):  # checked and kept, as lowbit does
+            return super().quantize(array, dtype, axis, kind=kind)
+        if axis is None and block_size is None:
+            axis = tuple(range(jnp.ndim(array)))  # one threshold for the whole array
+        options = {"kind": kind, "threshold": threshold, "scale": scale, "block_size": block_size}
+        return _quietly(Array1B, array, dtype=dtype, axis=_hashable(axis), **options)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Operator(lowbit.ImplicitArray):
+    """A matrix of few values with its product from the left, by eformer's names."""
+
+    matrix: Array1B
+
+    values: ClassVar[tuple[int, ...]] = ()
+
+    @classmethod
+    def from_matrix(cls, A: Any, k: int = 8, org_dtype: Any = jnp.float32) -> Self:
+        """Of a matrix that holds these values only; `k`, the width of eformer's look-up, changes nothing here."""
+        del k
+        if not isinstance(A, Tracer) and not np.isin(np.asarray(A), cls.values).all():
+            raise ValueError(f"{cls.__name__} is of matrices of {cls.values}, and A has other values.")
+        return cls(Array1B.quantize(jnp.asarray(A).astype(jnp.int8), dtype=org_dtype))
+
+    def dot(self, v: jax.Array) -> jax.Array:
+        """v @ A."""
+        return v @ self.matrix
+
+    def materialize(self) -> jax.Array:
+        return self.matrix.materialize()
+
+
+class RSROperatorBinary(_Operator):
+    """A matrix of zeros and ones."""
+
+    values: ClassVar[tuple[int, ...]] = (0, 1)
+
+    @classmethod
+    def quantize(cls, A: Any, k: int = 8) -> Self:
+        return cls.from_matrix(A, k)
+
+
+class RSROperatorTernary(_Operator):
+    """A matrix of -1, 0 and 1."""
+
+    values: ClassVar[tuple[int, ...]] = (-1, 0, 1)
+
+
+_BARE: dict[str, Kind] = {"ternary": "ternary", "binary": "binary"}
+_CLASSES: dict[str, Any] = {"int8": Array8B, "nf4": ArrayNF4}
+
+
+def _quantize(array: Any, config: QuantizationConfig) -> Any:
+    if config.dtype in _BARE:
+        quantized = Array1B.quantize(array, kind=_BARE[config.dtype])
+    else:
+        block = config.block_size if config.format.blocked else config.scale_block
+        axis = {} if config.axis is None else {"axis": config.axis}
+        extra = {name: getattr(config, name) for name in config.format.options}
+        quantized = _CLASSES[config.dtype].quantize(array, block_size=block, **axis, **extra)
+    return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
+
+
+def quantize(
+    array: Any,
+    config: QuantizationConfig | None = None,
+    dtype: Any = None,
+    block_size: int = 64,
+    simulate: bool = False,
+) -> Any:
+    """As `lowbit.quantize`, with bare codes for "binary" and "ternary"."""
+    config = resolved_config(config, dtype, block_size, simulate)
+    return straight_through(array, config) if config.simulate else _quantize(array, config)
+
+
+def straight_through(
+    array: Any, config: QuantizationConfig | None = None, dtype: Any = None, block_size: int = 64
+) -> jax.Array:
+    """What `quantize` here reads as, with the gradient of `array`."""
+    config = resolved_config(config, dtype, block_size, True)
+    return lowbit.ste(lambda array: _quantize(array, config))(array)
+
+
+def straight_through_nf4(weights: jax.Array, block_size: int = 64) -> jax.Array:
+    return straight_through(weights, dtype="nf4", block_size=block_size)
+
+
+def straight_through_8bit(weights: jax.Array, axis: Any = None) -> jax.Array:
+    return straight_through(weights, QuantizationConfig("int8", axis=_hashable(axis)))
+
+
+def straight_through_1bit(weights: jax.Array, axis: Any = None) -> jax.Array:
+    del axis  # bare codes have no scale to share
+    return straight_through(weights, dtype="ternary")
+
+
+def safe_delete(arr: Any, materialized: bool) -> None:
+    """Nothing: arrays are freed when nobody holds them."""

@@ -1,0 +1,56 @@
+"""eformer's handlers by name, one for each primitive and format: they run the primitive by lowbit's rules."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Primitive
+
+from lowbit import implicit
+
+# What stands in a handler's name after the primitive and the format.
+_OPERANDS = {
+    "lt": ("xy",),
+    "convert_element_type": ("operand_pos", "operand_kw"),
+    "integer_pow": ("xy", "x"),
+    "div": ("xy",),
+    "sqrt": ("x",),
+    "dot_general": ("lhs_rhs",),
+    "add": ("xy",),
+    "reduce": ("operand_init_value",),
+    "mul": ("xy",),
+    "transpose": ("operand",),
+    "conv_general_dilated": ("lhs_rhs",),
+    "max": ("xy",),
+    "exp": ("x",),
+    "log": ("x",),
+    "reshape": ("operand",),
+    "concatenate": ("operands",),
+    "broadcast_in_dim": ("operand",),
+    "gather": ("operand",),
+}
+
+
+def _handler(name: str, operation: str) -> Callable[..., Any]:
+    signature = inspect.signature(getattr(lax, operation))
+
+    def handle(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+        try:
+            signature.bind(*operands, **params)
+        except TypeError:  # the parameters of the primitive itself
+            return implicit(partial(primitive.bind, **params))(*operands)
+        return implicit(partial(getattr(lax, operation), **params))(*operands)
+
+    handle.__name__ = handle.__qualname__ = name
+    handle.__doc__ = f"`lax.{operation}` on operands of which some are quantized."
+    return handle
+
+
+def for_format(suffix: str) -> dict[str, Any]:
+    """The handlers of a format: `dot_general_nf4_lhs_rhs` and the others."""
+    names = {f"{op}_{suffix}_{operands}": op for op, all_of in _OPERANDS.items() for operands in all_of}
+    if suffix == "1bit":
+        names["div_1bit_xy_fallback"] = "div"
+    return {name: _handler(name, operation) for name, operation in names.items()}
