@@ -1,0 +1,2 @@
+#define LOWBIT_ISA avx2
+#include "isa.h"

@@ -1,0 +1,2 @@
+#define LOWBIT_ISA avx512
+#include "isa.h"
