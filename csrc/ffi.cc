@@ -91,6 +91,9 @@ bool has_avx2() {
 }
 
 bool has_avx512() {
+#if defined(LOWBIT_EMULATE_AVX512)
+  return has_avx2();
+#endif
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");

@@ -104,7 +104,7 @@ class Parallel {
 
 // Memory that a thread keeps from call to call, aligned to 64 bytes, contents undefined; null if there is none.
 // A second request for the same slot by the same thread takes the first one's place.
-enum class Scratch { call_x, call_y, call_sums, task_panel, task_sums, task_scales, count };
+enum class Scratch { call_x, call_y, call_pack, call_sums, task_panel, task_sums, task_scales, count };
 void* scratch(Scratch slot, size_t bytes);
 
 struct Kernels {

@@ -3,7 +3,11 @@
 #ifndef LOWBIT_SIMD_H_
 #define LOWBIT_SIMD_H_
 
+#if defined(LOWBIT_AVX512) && defined(LOWBIT_EMULATE_AVX512)
+#include "emulate_avx512.h"
+#else
 #include <immintrin.h>
+#endif
 #include <stdint.h>
 #include <string.h>
 
@@ -13,10 +17,13 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-#if defined(__AVX512F__)
+#if defined(LOWBIT_AVX512)
 
 using F = __m512;
 constexpr int kLanes = 16;
+constexpr int kTileVectors = 4;  // of the register tile: 6 x 4 sums, 4 vectors, 1 broadcast in 32 registers
+constexpr int kStreamRows = 4;
+constexpr int kDotRows = 4;
 
 LOWBIT_INLINE F zero() { return _mm512_setzero_ps(); }
 LOWBIT_INLINE F broadcast(float a) { return _mm512_set1_ps(a); }
@@ -26,7 +33,7 @@ LOWBIT_INLINE __mmask16 first(int64_t count) { return static_cast<__mmask16>((1u
 LOWBIT_INLINE F load(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first(count), p); }
 LOWBIT_INLINE void store(float* p, F a, int64_t count) { _mm512_mask_storeu_ps(p, first(count), a); }
 LOWBIT_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-LOWBIT_INLINE float sum(F a) { return _mm512_reduce_add_ps(a); }
+LOWBIT_INLINE float sum_of(F a) { return _mm512_reduce_add_ps(a); }
 LOWBIT_INLINE F permute(F a, __m512i lanes) { return _mm512_permutexvar_ps(lanes, a); }
 
 LOWBIT_INLINE F load_f16(const uint16_t* p) {
@@ -36,10 +43,13 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 
-#elif defined(__AVX2__)
+#elif defined(LOWBIT_AVX2)
 
 using F = __m256;
 constexpr int kLanes = 8;
+constexpr int kTileVectors = 2;  // of the register tile: 6 x 2 sums, 2 vectors, 1 broadcast in 16 registers
+constexpr int kStreamRows = 2;
+constexpr int kDotRows = 2;
 
 LOWBIT_INLINE F zero() { return _mm256_setzero_ps(); }
 LOWBIT_INLINE F broadcast(float a) { return _mm256_set1_ps(a); }
@@ -51,7 +61,7 @@ LOWBIT_INLINE __m256i first(int64_t count) {
 LOWBIT_INLINE F load(const float* p, int64_t count) { return _mm256_maskload_ps(p, first(count)); }
 LOWBIT_INLINE void store(float* p, F a, int64_t count) { _mm256_maskstore_ps(p, first(count), a); }
 LOWBIT_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-LOWBIT_INLINE float sum(F a) {
+LOWBIT_INLINE float sum_of(F a) {
   __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   b = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
@@ -69,6 +79,9 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
 
 using F = float __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
+constexpr int kTileVectors = 2;
+constexpr int kStreamRows = 2;
+constexpr int kDotRows = 2;
 
 LOWBIT_INLINE F zero() { return F{}; }
 LOWBIT_INLINE F broadcast(float a) { return F{a, a, a, a}; }
@@ -87,17 +100,15 @@ LOWBIT_INLINE void store(float* p, F a, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = a[i];
 }
 LOWBIT_INLINE F fma(F a, F b, F c) { return a * b + c; }
-LOWBIT_INLINE float sum(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+LOWBIT_INLINE float sum_of(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 LOWBIT_INLINE float f32_of_f16(uint16_t h) {
-  // The exponent and fraction in place of a float's, off by 2^112; infinity and NaN keep all exponent bits.
-  uint32_t bits = static_cast<uint32_t>(h & 0x7fff) << 13;
-  float value;
-  memcpy(&value, &bits, 4);
-  value *= 0x1p112f;
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
+  float value = static_cast<float>(fraction) * 0x1p-24f;  // right below the smallest normal number
+  uint32_t bits;
   memcpy(&bits, &value, 4);
-  if ((h & 0x7c00) == 0x7c00) bits |= 0x7f800000;
-  bits |= static_cast<uint32_t>(h & 0x8000) << 16;
+  if (exponent > 0) bits = (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
+  bits |= sign;
   memcpy(&value, &bits, 4);
   return value;
 }
@@ -129,6 +140,10 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
 #endif
 
 // ---- What is the same for all
+
+constexpr int kTileRows = 6;
+
+LOWBIT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 LOWBIT_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 LOWBIT_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
