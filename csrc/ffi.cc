@@ -1,0 +1,389 @@
+// The targets that JAX calls: every operand is checked here, and the kernels of this machine are chosen.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace lowbit {
+
+// ---- Memory and threads
+
+namespace {
+
+struct Buffer {
+  void* data = nullptr;
+  size_t size = 0;
+  ~Buffer() { std::free(data); }
+};
+
+thread_local Buffer buffers[static_cast<size_t>(Scratch::count)];
+
+}  // namespace
+
+void* scratch(Scratch slot, size_t bytes) {
+  Buffer& buffer = buffers[static_cast<size_t>(slot)];
+  if (buffer.size < bytes || buffer.data == nullptr) {
+    std::free(buffer.data);
+    buffer.size = (bytes + 4095) / 4096 * 4096 + 4096;
+    buffer.data = std::aligned_alloc(64, buffer.size);
+    if (buffer.data == nullptr) buffer.size = 0;
+  }
+  return buffer.data;
+}
+
+namespace {
+
+// Shared by the caller and its helpers; a helper that starts late finds no task left and only lets go of it.
+struct Work {
+  int64_t n;
+  Parallel::Task task;
+  const void* context;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+
+  void run() {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) {
+      task(context, i);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+void run_on_pool(void* pool, int64_t threads, int64_t n, Parallel::Task task, const void* context) {
+  auto work = std::make_shared<Work>();
+  work->n = n;
+  work->task = task;
+  work->context = context;
+  for (int64_t i = 0; i < std::min(threads, n) - 1; ++i) {
+    static_cast<ffi::ThreadPool*>(pool)->Schedule([work] { work->run(); });
+  }
+  work->run();
+  // What is left was begun by others and is nearly done.
+  for (int spins = 0; work->done.load(std::memory_order_acquire) < n; ++spins) {
+    if (spins < 20000) {
+      _mm_pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+Parallel parallel_on(ffi::ThreadPool& pool) {
+  return Parallel(std::max<int64_t>(pool.num_threads(), 1), &pool, run_on_pool);
+}
+
+// ---- The instruction set
+
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+#if defined(LOWBIT_EMULATE_AVX512)
+  return has_avx2();
+#endif
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+}
+
+struct Choice {
+  const Kernels* kernels;  // null: there is none, for the reason in `error`
+  std::string error;
+};
+
+Choice choose_kernels() {
+  const char* forced = std::getenv("LOWBIT_ISA");
+  std::string_view isa = forced == nullptr ? "" : forced;
+  if (isa == "") isa = has_avx512() ? "avx512" : has_avx2() ? "avx2" : "generic";
+  if (isa == "generic") return {&generic::kernels, ""};
+  if (isa == "avx2" && has_avx2()) return {&avx2::kernels, ""};
+  if (isa == "avx512" && has_avx512()) return {&avx512::kernels, ""};
+  if (isa == "avx2" || isa == "avx512") {
+    return {nullptr, "LOWBIT_ISA=" + std::string(isa) + ": this machine lacks some of its instructions."};
+  }
+  return {nullptr, "LOWBIT_ISA=" + std::string(isa) + " must be generic, avx2 or avx512."};
+}
+
+const Choice& choice() {
+  static const Choice chosen = choose_kernels();
+  return chosen;
+}
+
+// ---- Checks
+
+ffi::Error invalid(const std::string& text) { return ffi::Error::InvalidArgument("lowbit: " + text); }
+
+std::string text_of(const ffi::AnyBuffer& b) {
+  std::string text = "[";
+  for (int64_t d : b.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(d);
+  return text + "]";
+}
+
+bool has_shape(const ffi::AnyBuffer& b, std::initializer_list<int64_t> shape) {
+  auto dims = b.dimensions();
+  return dims.size() == shape.size() && std::equal(dims.begin(), dims.end(), shape.begin());
+}
+
+std::optional<Float> float_of(ffi::DataType type) {
+  if (type == ffi::DataType::F32) return Float::f32;
+  if (type == ffi::DataType::BF16) return Float::bf16;
+  if (type == ffi::DataType::F16) return Float::f16;
+  return std::nullopt;
+}
+
+std::optional<Format> format_of(std::string_view name) {
+  if (name == "int8") return Format::int8;
+  if (name == "nf4") return Format::nf4;
+  if (name == "ternary") return Format::ternary;
+  if (name == "binary") return Format::binary;
+  return std::nullopt;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// The stored side of a Weights or an Encode: format, spans and the sizes that follow from them.
+template <typename Stored>
+ffi::Error set_layout(std::string_view format, int64_t layers, int64_t rows, int64_t columns, int64_t row_span,
+                      int64_t col_span, Stored& w) {
+  auto known = format_of(format);
+  if (!known) return invalid("unknown format '" + std::string(format) + "'.");
+  if (row_span < 0 || col_span < 0 || columns < 0) {
+    return invalid("columns, row_span and col_span must not be negative.");
+  }
+  w.format = *known;
+  w.layers = layers;
+  w.rows = rows;
+  w.columns = columns;
+  w.row_bytes = ceil_div(columns, codes_per_byte(*known));
+  w.row_span = row_span == 0 ? std::max<int64_t>(rows, 1) : row_span;
+  w.col_span = col_span == 0 ? std::max<int64_t>(columns, 1) : col_span;
+  w.scale_rows = row_span == 0 ? 1 : ceil_div(rows, row_span);
+  w.scale_cols = col_span == 0 ? 1 : ceil_div(columns, col_span);
+  return ffi::Error::Success();
+}
+
+ffi::Error set_weights(ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset,
+                       ffi::AnyBuffer scale_map, std::string_view format, int64_t columns, int64_t row_span,
+                       int64_t col_span, Weights& w) {
+  if (codes.dimensions().size() != 3) return invalid("codes " + text_of(codes) + " must have three axes.");
+  const int64_t layers = codes.dimensions()[0], rows = codes.dimensions()[1];
+  if (auto error = set_layout(format, layers, rows, columns, row_span, col_span, w); error.failure()) return error;
+  auto code_type = w.format == Format::int8 ? ffi::DataType::S8 : ffi::DataType::U8;
+  if (codes.element_type() != code_type || codes.dimensions()[2] != w.row_bytes) {
+    return invalid("codes " + text_of(codes) + " must be " + (w.format == Format::int8 ? "s8" : "u8") + " with " +
+                   std::to_string(w.row_bytes) + " bytes for " + std::to_string(columns) + " columns.");
+  }
+  if (scales.dimensions().size() != 3) return invalid("scales " + text_of(scales) + " must have three axes.");
+  w.scale_layers = scales.dimensions()[0];
+  if ((w.scale_layers != layers && w.scale_layers != 1) ||
+      !has_shape(scales, {w.scale_layers, w.scale_rows, w.scale_cols})) {
+    return invalid("scales " + text_of(scales) + " do not fit codes " + text_of(codes) + " with row_span " +
+                   std::to_string(row_span) + " and col_span " + std::to_string(col_span) + ".");
+  }
+  w.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  w.scales = nullptr;
+  w.scale_codes = nullptr;
+  w.group_absmax = w.offset = w.scale_map = nullptr;
+  w.groups = 0;
+  if (scales.element_type() == ffi::DataType::F32) {
+    if (group_absmax.element_count() != 0 || offset.element_count() != 0) {
+      return invalid("group_absmax and offset belong to scales in u8.");
+    }
+    w.scales = static_cast<const float*>(scales.untyped_data());
+    return ffi::Error::Success();
+  }
+  if (scales.element_type() != ffi::DataType::U8) return invalid("scales must be f32 or u8.");
+  w.groups = ceil_div(w.scale_rows * w.scale_cols, kScaleGroup);
+  if (group_absmax.element_type() != ffi::DataType::F32 || !has_shape(group_absmax, {w.scale_layers, w.groups}) ||
+      offset.element_type() != ffi::DataType::F32 || !has_shape(offset, {w.scale_layers, 1}) ||
+      scale_map.element_type() != ffi::DataType::F32 || !has_shape(scale_map, {256})) {
+    return invalid("group_absmax " + text_of(group_absmax) + ", offset " + text_of(offset) + " and scale_map " +
+                   text_of(scale_map) + " do not fit scales " + text_of(scales) + " in u8.");
+  }
+  w.scale_codes = static_cast<const uint8_t*>(scales.untyped_data());
+  w.group_absmax = static_cast<const float*>(group_absmax.untyped_data());
+  w.offset = static_cast<const float*>(offset.untyped_data());
+  w.scale_map = static_cast<const float*>(scale_map.untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error finished(bool done) {
+  return done ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kResourceExhausted, "lowbit: out of memory.");
+}
+
+// ---- Handlers
+
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                  ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset, ffi::AnyBuffer scale_map, ffi::AnyBuffer index,
+                  ffi::Result<ffi::AnyBuffer> y, std::string_view format, int64_t columns, int64_t row_span,
+                  int64_t col_span, int64_t contract, bool fast) {
+  if (choice().kernels == nullptr) return invalid(choice().error);
+  Matmul p;
+  if (auto error =
+          set_weights(codes, scales, group_absmax, offset, scale_map, format, columns, row_span, col_span, p.w);
+      error.failure()) {
+    return error;
+  }
+  if (contract != 0 && contract != 1) return invalid("contract=" + std::to_string(contract) + " must be 0 or 1.");
+  auto x_type = float_of(x.element_type()), y_type = float_of(y->element_type());
+  if (!x_type || !y_type) return invalid("x and y must be f32, bf16 or f16.");
+  p.contract_last = contract == 1;
+  p.k = p.contract_last ? p.w.columns : p.w.rows;
+  p.n = p.contract_last ? p.w.rows : p.w.columns;
+  auto dims = x.dimensions();
+  if (dims.size() != 3 || dims[2] != p.k || !has_shape(*y, {dims[0], dims[1], p.n})) {
+    return invalid("x " + text_of(x) + " and y " + text_of(*y) + " do not fit codes " + text_of(codes) + " with " +
+                   std::to_string(columns) + " columns contracted along axis " + std::to_string(contract) + ".");
+  }
+  p.batch = dims[0];
+  p.m = dims[1];
+  if (index.element_type() != ffi::DataType::S32 || !has_shape(index, {p.batch})) {
+    return invalid("index " + text_of(index) + " must be s32, one for each of " + std::to_string(p.batch) + ".");
+  }
+  if (p.batch > 0 && p.w.layers == 0) return invalid("codes " + text_of(codes) + " hold no layer.");
+  p.x = x.untyped_data();
+  p.x_type = *x_type;
+  p.index = static_cast<const int32_t*>(index.untyped_data());
+  p.y = y->untyped_data();
+  p.y_type = *y_type;
+  if (p.batch * p.m * p.n == 0) return ffi::Error::Success();
+  const Kernels& kernels = *choice().kernels;
+  Parallel parallel = parallel_on(pool);
+  if (fast && kernels.matmul_fast != nullptr && kernels.matmul_fast(p, parallel)) return ffi::Error::Success();
+  return finished(kernels.matmul(p, parallel));
+}
+
+ffi::Error take(ffi::ThreadPool pool, ffi::AnyBuffer ids, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset, ffi::AnyBuffer scale_map, ffi::AnyBuffer layer,
+                ffi::Result<ffi::AnyBuffer> y, std::string_view format, int64_t columns, int64_t row_span,
+                int64_t col_span) {
+  if (choice().kernels == nullptr) return invalid(choice().error);
+  if (choice().kernels->take == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "lowbit_take");
+  Take p;
+  if (auto error =
+          set_weights(codes, scales, group_absmax, offset, scale_map, format, columns, row_span, col_span, p.w);
+      error.failure()) {
+    return error;
+  }
+  auto y_type = float_of(y->element_type());
+  if (!y_type) return invalid("y must be f32, bf16 or f16.");
+  if (ids.element_type() != ffi::DataType::S32 || ids.dimensions().size() != 1 ||
+      !has_shape(*y, {ids.dimensions()[0], columns})) {
+    return invalid("ids " + text_of(ids) + " must be s32 and y " + text_of(*y) + " one row of " +
+                   std::to_string(columns) + " for each.");
+  }
+  if (layer.element_type() != ffi::DataType::S32 || !has_shape(layer, {1})) {
+    return invalid("layer " + text_of(layer) + " must be one s32.");
+  }
+  p.count = ids.dimensions()[0];
+  if (p.count * columns == 0) return ffi::Error::Success();
+  if (p.w.layers == 0 || p.w.rows == 0) return invalid("codes " + text_of(codes) + " hold no row.");
+  p.layer = std::clamp<int64_t>(*static_cast<const int32_t*>(layer.untyped_data()), 0, p.w.layers - 1);
+  p.ids = static_cast<const int32_t*>(ids.untyped_data());
+  p.y = y->untyped_data();
+  p.y_type = *y_type;
+  return finished(choice().kernels->take(p, parallel_on(pool)));
+}
+
+ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> codes,
+                  ffi::Result<ffi::AnyBuffer> scales, std::string_view format, int64_t row_span, int64_t col_span) {
+  if (choice().kernels == nullptr) return invalid(choice().error);
+  if (choice().kernels->encode == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "lowbit_encode");
+  if (x.dimensions().size() != 3) return invalid("x " + text_of(x) + " must have three axes.");
+  Encode p;
+  if (auto error = set_layout(format, x.dimensions()[0], x.dimensions()[1], x.dimensions()[2], row_span, col_span, p);
+      error.failure()) {
+    return error;
+  }
+  if (p.format != Format::nf4 && p.format != Format::int8) {
+    return invalid("encode knows nf4 and int8, not '" + std::string(format) + "'.");
+  }
+  auto x_type = float_of(x.element_type());
+  if (!x_type) return invalid("x must be f32, bf16 or f16.");
+  auto code_type = p.format == Format::int8 ? ffi::DataType::S8 : ffi::DataType::U8;
+  if (codes->element_type() != code_type || !has_shape(*codes, {p.layers, p.rows, p.row_bytes}) ||
+      scales->element_type() != ffi::DataType::F32 || !has_shape(*scales, {p.layers, p.scale_rows, p.scale_cols})) {
+    return invalid("codes " + text_of(*codes) + " and scales " + text_of(*scales) + " do not fit x " + text_of(x) +
+                   " with row_span " + std::to_string(row_span) + " and col_span " + std::to_string(col_span) + ".");
+  }
+  p.x = x.untyped_data();
+  p.x_type = *x_type;
+  p.codes = static_cast<uint8_t*>(codes->untyped_data());
+  p.scales = static_cast<float*>(scales->untyped_data());
+  if (p.layers == 0) return ffi::Error::Success();
+  return finished(choice().kernels->encode(p, parallel_on(pool)));
+}
+
+}  // namespace
+}  // namespace lowbit
+
+#define LOWBIT_EXPORT extern "C" __attribute__((visibility("default")))
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_matmul, lowbit::matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // codes
+                                  .Arg<ffi::AnyBuffer>()  // scales
+                                  .Arg<ffi::AnyBuffer>()  // group_absmax
+                                  .Arg<ffi::AnyBuffer>()  // offset
+                                  .Arg<ffi::AnyBuffer>()  // scale_map
+                                  .Arg<ffi::AnyBuffer>()  // index
+                                  .Ret<ffi::AnyBuffer>()  // y
+                                  .Attr<std::string_view>("format")
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("row_span")
+                                  .Attr<int64_t>("col_span")
+                                  .Attr<int64_t>("contract")
+                                  .Attr<bool>("fast"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_take, lowbit::take,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // ids
+                                  .Arg<ffi::AnyBuffer>()  // codes
+                                  .Arg<ffi::AnyBuffer>()  // scales
+                                  .Arg<ffi::AnyBuffer>()  // group_absmax
+                                  .Arg<ffi::AnyBuffer>()  // offset
+                                  .Arg<ffi::AnyBuffer>()  // scale_map
+                                  .Arg<ffi::AnyBuffer>()  // layer
+                                  .Ret<ffi::AnyBuffer>()  // y
+                                  .Attr<std::string_view>("format")
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("row_span")
+                                  .Attr<int64_t>("col_span"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_encode, lowbit::encode,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Ret<ffi::AnyBuffer>()  // codes
+                                  .Ret<ffi::AnyBuffer>()  // scales
+                                  .Attr<std::string_view>("format")
+                                  .Attr<int64_t>("row_span")
+                                  .Attr<int64_t>("col_span"));
+
+#pragma GCC visibility pop
+
+// The targets above, so that their names stand in one place.
+LOWBIT_EXPORT const char* lowbit_targets() { return "lowbit_matmul,lowbit_take,lowbit_encode"; }
+
+// The instruction set in use, or an empty text if the forced one cannot run here.
+LOWBIT_EXPORT const char* lowbit_isa() {
+  return lowbit::choice().kernels == nullptr ? "" : lowbit::choice().kernels->name;
+}

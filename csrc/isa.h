@@ -1,0 +1,18 @@
+// The drivers compiled for one instruction set, which the including file names in LOWBIT_ISA.
+
+#include "matmul_exact.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+#define LOWBIT_TEXT_OF(isa) #isa
+#define LOWBIT_TEXT(isa) LOWBIT_TEXT_OF(isa)
+
+extern const Kernels kernels = {
+    LOWBIT_TEXT(LOWBIT_ISA),  //
+    matmul_exact,             //
+    nullptr,                  // matmul_fast
+    nullptr,                  // take
+    nullptr,                  // encode
+};
+
+}  // namespace lowbit::LOWBIT_ISA

@@ -1,0 +1,2 @@
+#define LOWBIT_ISA generic
+#include "isa.h"

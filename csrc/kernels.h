@@ -1,0 +1,130 @@
+// What a kernel is asked to do, and the table of kernels that each instruction set fills.
+//
+// Nothing here may pull in code of the standard library: this header is compiled once per instruction set, and the
+// linker keeps one copy of an inline function, which might be one that the machine cannot run.
+#ifndef LOWBIT_KERNELS_H_
+#define LOWBIT_KERNELS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace lowbit {
+
+enum class Float { f32, bf16, f16 };
+enum class Format { int8, nf4, ternary, binary };
+
+constexpr int codes_per_byte(Format format) {
+  return format == Format::int8 ? 1 : format == Format::nf4 ? 2 : format == Format::ternary ? 4 : 8;
+}
+
+// A stack of stored matrices. The element (r, c) of layer l is
+//
+//   level[code(l, r, c)] * scale(l, r / row_span, c / col_span)
+//
+// where `code` is packed along the columns, the first in the highest bits of a byte.
+struct Weights {
+  Format format;
+  int64_t layers, rows, columns;
+  int64_t row_bytes;           // ceil(columns / codes per byte)
+  int64_t row_span, col_span;  // at least 1; the whole axis is its length (or 1 where that is 0)
+  int64_t scale_layers;        // layers, or 1: all layers share their scales
+  int64_t scale_rows, scale_cols;
+  const uint8_t* codes;  // [layers, rows, row_bytes]
+  const float* scales;   // [scale_layers, scale_rows, scale_cols], null if these are codes themselves:
+  //   scale = scale_map[scale_codes[i]] * group_absmax[i / kScaleGroup] + offset,  i the position in the matrix
+  const uint8_t* scale_codes;
+  const float* group_absmax;  // [scale_layers, groups]
+  const float* offset;        // [scale_layers]
+  const float* scale_map;     // [256]
+  int64_t groups;
+};
+
+constexpr int64_t kScaleGroup = 256;
+
+// y[b, m, n] = sum_k x[b, m, k] * w[index[b], k, n], or w[index[b], n, k] if the last stored axis is contracted.
+struct Matmul {
+  Weights w;
+  bool contract_last;
+  int64_t batch, m, k, n;
+  const void* x;  // [batch, m, k]
+  Float x_type;
+  const int32_t* index;  // [batch], clamped to the layers
+  void* y;               // [batch, m, n]
+  Float y_type;
+};
+
+// y[t, c] = w[layer, ids[t], c]
+struct Take {
+  Weights w;
+  int64_t layer;
+  int64_t count;
+  const int32_t* ids;  // [count], clamped to the rows
+  void* y;             // [count, w.columns]
+  Float y_type;
+};
+
+// codes and scales (float32) of x; the spans are those of Weights.
+struct Encode {
+  Format format;
+  int64_t layers, rows, columns;
+  int64_t row_bytes;
+  int64_t row_span, col_span;
+  int64_t scale_rows, scale_cols;
+  const void* x;  // [layers, rows, columns]
+  Float x_type;
+  uint8_t* codes;  // [layers, rows, row_bytes]
+  float* scales;   // [layers, scale_rows, scale_cols]
+};
+
+// Runs tasks on a pool of threads; the calling thread takes its share.
+class Parallel {
+ public:
+  using Task = void (*)(const void* context, int64_t i);
+
+  Parallel(int64_t threads, void* pool, void (*run)(void* pool, int64_t threads, int64_t n, Task, const void* context))
+      : threads_(threads), pool_(pool), run_(run) {}
+
+  int64_t threads() const { return threads_; }
+
+  // task(i) for each i in [0, n), in any order, at the same time; returns when all are done.
+  template <typename F>
+  void each(int64_t n, const F& task) const {
+    if (n <= 1 || threads_ <= 1) {
+      for (int64_t i = 0; i < n; ++i) task(i);
+    } else {
+      run_(pool_, threads_, n, [](const void* f, int64_t i) { (*static_cast<const F*>(f))(i); }, &task);
+    }
+  }
+
+ private:
+  int64_t threads_;
+  void* pool_;
+  void (*run_)(void*, int64_t, int64_t, Task, const void*);
+};
+
+// Memory that a thread keeps from call to call, aligned to 64 bytes, contents undefined; null if there is none.
+// A second request for the same slot by the same thread takes the first one's place.
+enum class Scratch { call_x, call_y, call_pack, call_sums, task_panel, task_sums, task_scales, count };
+void* scratch(Scratch slot, size_t bytes);
+
+struct Kernels {
+  const char* name;
+  bool (*matmul)(const Matmul&, const Parallel&);       // false: out of memory
+  bool (*matmul_fast)(const Matmul&, const Parallel&);  // int8 activations. false: not for this problem, call matmul
+  bool (*take)(const Take&, const Parallel&);           // false: out of memory
+  bool (*encode)(const Encode&, const Parallel&);       // false: out of memory
+};
+
+namespace generic {
+extern const Kernels kernels;
+}
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+
+}  // namespace lowbit
+
+#endif  // LOWBIT_KERNELS_H_

@@ -1,0 +1,558 @@
+// Products in float32, in three forms:
+//
+//   stream   few rows of x, the first stored axis contracted: each stored row, times its element of x, is added to y
+//   dot      few rows of x, the last stored axis contracted: each stored row gives one element of y
+//   panel    any product: part of the matrix is decoded into a panel, which is multiplied by many rows of x
+//
+// x and y are float32 here, of shape (m, k) and (m, n); scales are applied where the fewest multiplications are.
+#ifndef LOWBIT_MATMUL_EXACT_H_
+#define LOWBIT_MATMUL_EXACT_H_
+
+#include "decode.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// run(Constant<n>) for n in 1..kMax.
+template <int kMax, typename Run>
+LOWBIT_INLINE void with_constant(int64_t n, const Run& run) {
+  if constexpr (kMax > 1) {
+    if (n < kMax) return with_constant<kMax - 1>(n, run);
+  }
+  run(Constant<kMax>());
+}
+
+template <typename D>
+constexpr int kLineBytes = kLine / D::kPerByte;
+
+// A line at the end of a row, whose missing bytes must not be read.
+template <typename D>
+struct PaddedLine {
+  alignas(64) uint8_t bytes[kLine];
+  PaddedLine(const uint8_t* from, int64_t columns) {
+    memset(bytes, 0, sizeof(bytes));
+    memcpy(bytes, from, static_cast<size_t>(ceil_div(columns, D::kPerByte)));
+  }
+};
+
+// The scales of a line of columns from `column` on, in the decoder's order.
+template <typename D>
+LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t column, F s[kVectors]) {
+  const int64_t columns = min(kLine, w.w.columns - column), span = w.w.col_span;
+  float buffer[kLine] = {};
+  if (span == 1) {
+    const float* scales = w.scales(scale_row, column, columns, buffer);
+    if (columns < kLine && scales != buffer) {
+      memcpy(buffer, scales, static_cast<size_t>(columns) * 4);
+      scales = buffer;
+    }
+    for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(scales + i * kLanes));
+    return;
+  }
+  const int64_t from = column / span, to = (column + columns - 1) / span;
+  const float* scales = w.scales(scale_row, from, to - from + 1, buffer);
+  if (from == to) {
+    for (int i = 0; i < kVectors; ++i) s[i] = broadcast(scales[0]);
+    return;
+  }
+  float spread[kLine] = {};
+  for (int64_t i = 0; i < columns; ++i) spread[i] = scales[(column + i) / span - from];
+  for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(spread + i * kLanes));
+}
+
+// ---- Stream form
+
+constexpr int64_t kGroupRows = 8;  // stored rows read side by side: as many streams of memory
+
+// Are the scales constant along lines of a row, or along groups of rows?
+inline bool stream_fits(const Weights& w) {
+  const bool along = w.col_span == 1 && w.row_span >= kGroupRows;
+  const bool across = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns);
+  return along || across;
+}
+
+// sums[m] += x[m, r] * levels of the stored rows r, a line of them
+template <int kM, typename D>
+LOWBIT_INLINE void add_rows(const D& decoder, const uint8_t* bytes, int64_t stride, int64_t rows,
+                            const float* const x[kM], int64_t x_stride, F sums[kM][kVectors]) {
+  for (int64_t r = 0; r < rows; ++r) {
+    F v[kVectors];
+    decoder.decode(bytes + r * stride, v);
+    for (int m = 0; m < kM; ++m) {
+      const F factor = broadcast(x[m][r * x_stride]);
+      for (int i = 0; i < kVectors; ++i) sums[m][i] = fma(v[i], factor, sums[m][i]);
+    }
+  }
+}
+
+// The rows [begin, end) of the matrix times x, to sums (kM, lines * kLine).
+//
+// Whole rows are read from left to right, kGroupRows at a time: what DRAM likes best. Sums of a block of rows are
+// kept in the decoder's order until the block ends and they are scaled.
+template <int kM, typename D>
+void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_stride, int64_t begin, int64_t end,
+                 float* sums, float* partial, float* factors) {
+  const int64_t columns = w.w.columns, lines = ceil_div(columns, kLine), width = lines * kLine;
+  const bool along = w.w.col_span == 1;
+  const int64_t blocks = w.w.scale_cols;
+  memset(sums, 0, static_cast<size_t>(kM * width) * 4);
+  for (int64_t block = begin; block < end;) {
+    const int64_t block_end = along ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
+    const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, factors) : nullptr;
+    for (int64_t row = block; row < block_end; row += kGroupRows) {
+      const int64_t rows = min(kGroupRows, block_end - row);
+      const bool first = row == block, last = row + rows == block_end;
+      const float* multiplier[kM];
+      int64_t multiplier_stride = 1;
+      for (int m = 0; m < kM; ++m) multiplier[m] = x + m * x_stride + row;
+      if (!along) {
+        // The scale of a block of columns goes to x.
+        multiplier_stride = blocks;
+        for (int64_t r = 0; r < rows; ++r) {
+          float* row_scales = factors + kM * kGroupRows * blocks;
+          const float* s = w.scales(row + r, 0, blocks, row_scales);
+          for (int m = 0; m < kM; ++m) {
+            float* out = factors + (m * kGroupRows + r) * blocks;
+            for (int64_t b = 0; b < blocks; ++b) out[b] = s[b] * x[m * x_stride + row + r];
+          }
+        }
+      }
+      const uint8_t* bytes = w.row(row);
+      for (int64_t line = 0; line < lines; ++line) {
+        if (!along) {
+          for (int m = 0; m < kM; ++m) multiplier[m] = factors + m * kGroupRows * blocks + line * kLine / w.w.col_span;
+        }
+        F acc[kM][kVectors];
+        for (int m = 0; m < kM; ++m) {
+          for (int i = 0; i < kVectors; ++i) {
+            acc[m][i] = first ? zero() : load(partial + m * width + line * kLine + i * kLanes);
+          }
+        }
+        const int64_t offset = line * kLineBytes<D>;
+        if (offset % 64 < kLineBytes<D>) {
+          for (int64_t r = 0; r < kGroupRows; ++r) prefetch(bytes + (kGroupRows + r) * w.w.row_bytes + offset);
+        }
+        if ((line + 1) * kLine > columns) {
+          for (int64_t r = 0; r < rows; ++r) {
+            const PaddedLine<D> padded(bytes + r * w.w.row_bytes + offset, columns - line * kLine);
+            const float* one[kM];
+            for (int m = 0; m < kM; ++m) one[m] = multiplier[m] + r * multiplier_stride;
+            add_rows<kM>(decoder, padded.bytes, 0, 1, one, 0, acc);
+          }
+        } else if (rows == kGroupRows) {
+          add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, kGroupRows, multiplier, multiplier_stride, acc);
+        } else {
+          add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, rows, multiplier, multiplier_stride, acc);
+        }
+        for (int i = 0; i < kVectors; ++i) {
+          const int64_t column = line * kLine + i * kLanes;
+          if (!last) {
+            for (int m = 0; m < kM; ++m) store(partial + m * width + column, acc[m][i]);
+            continue;
+          }
+          F scale = broadcast(1);
+          if (along) {
+            scale = column + kLanes <= columns ? load(scales + column)
+                                               : load(scales + column, max(columns - column, 0));
+          }
+          for (int m = 0; m < kM; ++m) {
+            float* sum = sums + m * width + column;
+            store(sum, fma(D::order(acc[m][i]), scale, load(sum)));
+          }
+        }
+      }
+    }
+    block = block_end;
+  }
+}
+
+template <typename D>
+bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
+                   const Parallel& parallel) {
+  const int64_t width = round_up(p.n, kLine);
+  // Each thread has its share of the rows and sums of its own. Shares end where blocks do, if there are enough.
+  const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : kGroupRows;
+  const int64_t tasks = max(min(parallel.threads(), p.k / unit), 1);
+  float* sums = static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(tasks * p.m * width) * 4));
+  if (sums == nullptr) return false;
+  bool enough_memory = true;
+  parallel.each(tasks, [&](int64_t t) {
+    const int64_t units = ceil_div(p.k, unit);
+    const int64_t begin = units * t / tasks * unit, end = min(p.k, units * (t + 1) / tasks * unit);
+    float* partial = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.m * width) * 4));
+    const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows + 1), p.n);
+    float* factors = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(factors_size) * 4));
+    if (partial == nullptr || factors == nullptr) {
+      __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+      return;
+    }
+    with_constant<kStreamRows>(p.m, [&](auto m) {
+      stream_rows<m.value>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+    });
+  });
+  for (int64_t m = 0; m < p.m; ++m) {
+    for (int64_t n = 0; n < p.n; n += kLanes) {
+      F total = load(sums + m * width + n);
+      for (int64_t t = 1; t < tasks; ++t) total += load(sums + (t * p.m + m) * width + n);
+      store(y + m * p.n + n, total, min(kLanes, p.n - n));
+    }
+  }
+  return enough_memory;
+}
+
+// ---- Dot form
+
+constexpr int kDotStored = 2;         // stored rows at a time
+constexpr int64_t kDotColumns = 512;  // columns in one chain of sums, at most
+
+inline bool dot_fits(const Weights& w) {
+  const bool along = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns);
+  const bool across = w.col_span == 1 && w.row_span >= 8;
+  return along || across;
+}
+
+// y[m, r] = sum over columns of x[m] * levels * scales of kRows stored rows; x (kM, width) is in the decoder's order.
+template <int kM, int kRows, typename D>
+LOWBIT_INLINE void dot_rows(const D& decoder, const Matrix& w, int64_t row, const float* x, int64_t width,
+                            const float* const scales[kRows], float* y, int64_t y_stride) {
+  const int64_t columns = w.w.columns;
+  const int64_t block = scales[0] == nullptr ? columns : w.w.col_span;
+  F total[kRows][kM];
+  for (int r = 0; r < kRows; ++r) {
+    for (int m = 0; m < kM; ++m) total[r][m] = zero();
+  }
+  for (int64_t begin = 0; begin < columns;) {
+    const int64_t block_end = min((begin / block + 1) * block, columns);
+    const int64_t end = min(block_end, begin + kDotColumns);
+    F sum[kRows][kM];
+    for (int r = 0; r < kRows; ++r) {
+      for (int m = 0; m < kM; ++m) sum[r][m] = zero();
+    }
+    for (int64_t c = begin; c < end; c += kLine) {
+      for (int r = 0; r < kRows; ++r) {
+        const uint8_t* bytes = w.row(row + r) + c / D::kPerByte;
+        F v[kVectors];
+        if (c + kLine <= columns) {
+          prefetch(bytes + kRows * w.w.row_bytes);
+          decoder.decode(bytes, v);
+        } else {
+          decoder.decode(PaddedLine<D>(bytes, columns - c).bytes, v);
+        }
+        for (int m = 0; m < kM; ++m) {
+          for (int i = 0; i < kVectors; ++i) {
+            sum[r][m] = fma(v[i], load(x + m * width + c + i * kLanes), sum[r][m]);
+          }
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const F scale = broadcast(scales[r] == nullptr ? 1.0f : scales[r][begin / block]);
+      for (int m = 0; m < kM; ++m) total[r][m] = fma(sum[r][m], scale, total[r][m]);
+    }
+    begin = end;
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int m = 0; m < kM; ++m) y[m * y_stride + r] = sum_of(total[r][m]);
+  }
+}
+
+template <typename D>
+bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
+                const Parallel& parallel) {
+  const int64_t width = round_up(p.k, kLine);
+  const bool along = w.w.row_span == 1;
+  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(p.m * width) * 4));
+  if (packed == nullptr) return false;
+  for (int64_t m = 0; m < p.m; ++m) {
+    for (int64_t c = 0; c < width; c += kLanes) {
+      const float* from = x + m * p.k + c;
+      const F v = c + kLanes <= p.k ? load(from) : c < p.k ? load(from, p.k - c) : zero();
+      store(packed + m * width + c, D::unorder(v));
+    }
+  }
+  bool enough_memory = true;
+  const int64_t unit = along ? kDotStored : min(p.w.row_span, p.n);
+  const int64_t units = ceil_div(p.n, unit);
+  const int64_t tasks = max(min(parallel.threads() * 4, units), 1);
+  parallel.each(tasks, [&](int64_t t) {
+    const int64_t begin = units * t / tasks * unit, end = min(p.n, units * (t + 1) / tasks * unit);
+    float* scaled = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.m * width) * 4));
+    float* buffer = static_cast<float*>(
+        scratch(Scratch::task_scales, static_cast<size_t>(max(kDotStored * p.w.scale_cols, kLine)) * 4));
+    if (scaled == nullptr || buffer == nullptr) {
+      __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+      return;
+    }
+    for (int64_t n = begin; n < end;) {
+      int64_t rows = end - n;
+      const float* operand = packed;
+      if (!along) {
+        // The scales of a block of rows go to x.
+        rows = min(rows, unit);
+        operand = scaled;
+        for (int64_t c = 0; c < p.k; c += kLine) {
+          F s[kVectors];
+          line_scales<D>(w, n / p.w.row_span, c, s);
+          for (int64_t m = 0; m < p.m; ++m) {
+            for (int i = 0; i < kVectors; ++i) {
+              const int64_t at = m * width + c + i * kLanes;
+              store(scaled + at, load(packed + at) * s[i]);
+            }
+          }
+        }
+      }
+      with_constant<kDotRows>(p.m, [&](auto m) {
+        const auto dots = [&](auto count, int64_t row) {
+          const float* scales[count.value] = {};
+          for (int i = 0; along && i < count.value; ++i) {
+            scales[i] = w.scales(row + i, 0, p.w.scale_cols, buffer + i * p.w.scale_cols);
+          }
+          dot_rows<m.value, count.value>(decoder, w, row, operand, width, scales, y + row, p.n);
+        };
+        int64_t row = n;
+        for (; row + kDotStored <= n + rows; row += kDotStored) dots(Constant<kDotStored>(), row);
+        for (; row < n + rows; ++row) dots(Constant<1>(), row);
+      });
+      n += rows;
+    }
+  });
+  return enough_memory;
+}
+
+// ---- Panel form
+
+constexpr int64_t kPanelDepth = 128;  // of k in a panel, which stays in L1
+constexpr int kTileLanes = kTileVectors * kLanes;
+
+// tile[r, :] = sum over k of a[r * a_row + k * a_step] * b[k, :]; not inlined, so that all sums stay in registers.
+template <int kRows>
+__attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step,
+                                             const float* b, float* tile) {
+  F acc[kRows][kTileVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kTileVectors; ++i) acc[r][i] = zero();
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    F v[kTileVectors];
+    for (int i = 0; i < kTileVectors; ++i) v[i] = load(b + k * kTileLanes + i * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const F factor = broadcast(a[r * a_row + k * a_step]);
+      for (int i = 0; i < kTileVectors; ++i) acc[r][i] = fma(v[i], factor, acc[r][i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kTileVectors; ++i) store(tile + r * kTileLanes + i * kLanes, acc[r][i]);
+  }
+}
+
+// The scaled values of a line of `rows` stored rows, in the decoder's order: vector i of row r goes to
+// out + r * row_step + i * vector_step.
+template <typename D>
+LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, int64_t rows, int64_t column,
+                                float* out, int64_t row_step, const int64_t vector_at[kVectors]) {
+  const bool whole = column + kLine <= w.w.columns;
+  const int64_t offset = column / D::kPerByte;
+  F s[kVectors] = {};
+  int64_t scaled_until = row;
+  for (int64_t r = row; r < row + rows; ++r) {
+    if (r == scaled_until) {
+      line_scales<D>(w, r / w.w.row_span, column, s);
+      scaled_until = (r / w.w.row_span + 1) * w.w.row_span;
+    }
+    const uint8_t* bytes = w.row(r) + offset;
+    F v[kVectors];
+    if (whole) {
+      prefetch(bytes + 64);
+      decoder.decode(bytes, v);
+    } else {
+      decoder.decode(PaddedLine<D>(bytes, w.w.columns - column).bytes, v);
+    }
+    for (int i = 0; i < kVectors; ++i) store(out + (r - row) * row_step + vector_at[i], v[i] * s[i]);
+  }
+}
+
+// First stored axis contracted: the panel is (k, columns), x is packed by tiles of rows as (slab, tile, k, row).
+template <typename D>
+bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
+                        const Parallel& parallel) {
+  const int64_t tiles = ceil_div(p.m, kTileRows);
+  const auto tile_begin = [&](int64_t tile) { return p.m * tile / tiles; };
+  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(p.m * p.k) * 4));
+  if (packed == nullptr) return false;
+  for (int64_t slab = 0; slab < p.k; slab += kPanelDepth) {
+    const int64_t depth = min(kPanelDepth, p.k - slab);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
+      float* out = packed + slab * p.m + begin * depth;
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t k = 0; k < depth; ++k) out[k * rows + r] = x[(begin + r) * p.k + slab + k];
+      }
+    }
+  }
+  const int64_t lines = ceil_div(p.n, kLine);
+  const int64_t tasks = min(lines, parallel.threads() * (p.m >= 16 ? 4 : 1));
+  parallel.each(tasks, [&](int64_t t) {
+    alignas(64) float panel[kPanelDepth * kLine];
+    alignas(64) float tile_sums[kTileRows * kTileLanes];
+    // A line is one or more tiles wide.
+    int64_t vector_at[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      vector_at[i] = i / kTileVectors * (kPanelDepth * kTileLanes) + i % kTileVectors * kLanes;
+    }
+    for (int64_t slab = 0; slab < p.k; slab += kPanelDepth) {
+      const int64_t depth = min(kPanelDepth, p.k - slab);
+      for (int64_t line = lines * t / tasks; line < lines * (t + 1) / tasks; ++line) {
+        decode_lines(decoder, w, slab, depth, line * kLine, panel, kTileLanes, vector_at);
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+          const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
+          const float* a = packed + slab * p.m + begin * depth;
+          for (int sub = 0; sub < kVectors / kTileVectors; ++sub) {
+            const int64_t column = line * kLine + sub * kTileLanes;
+            if (column >= p.n) break;
+            with_constant<kTileRows>(rows, [&](auto count) {
+              multiply_tile<count.value>(depth, a, 1, count.value, panel + sub * kPanelDepth * kTileLanes, tile_sums);
+            });
+            for (int64_t r = 0; r < rows; ++r) {
+              for (int i = 0; i < kTileVectors; ++i) {
+                const int64_t n = column + i * kLanes;
+                if (n >= p.n) break;
+                float* out = y + (begin + r) * p.n + n;
+                F sum = D::order(load(tile_sums + r * kTileLanes + i * kLanes));
+                const int64_t count = p.n - n;
+                if (count >= kLanes) {
+                  store(out, slab == 0 ? sum : sum + load(out));
+                } else {
+                  store(out, slab == 0 ? sum : sum + load(out, count), count);
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  });
+  return true;
+}
+
+// Last stored axis contracted: vectors run along the rows of x, packed as (slab, tile, k, row) with k in the decoder's
+// order, and each decoded value is broadcast.
+template <typename D>
+bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
+                       const Parallel& parallel) {
+  constexpr int64_t kBlock = kPanelDepth / kLine * kLine;
+  constexpr int64_t kStored = 8 * kTileRows;  // stored rows decoded at a time, 24 KB
+  const int64_t tiles = ceil_div(p.m, kTileLanes), width = tiles * kTileLanes, depth = round_up(p.k, kLine);
+  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(width * depth) * 4));
+  if (packed == nullptr) return false;
+  for (int64_t slab = 0; slab < depth; slab += kBlock) {
+    const int64_t steps = min(kBlock, depth - slab);
+    for (int64_t m = 0; m < width; ++m) {
+      float* out = packed + slab * width + m / kTileLanes * (steps * kTileLanes) + m % kTileLanes;
+      for (int64_t k = 0; k < steps; k += kLanes) {
+        float v[kLanes] = {};
+        if (m < p.m && slab + k < p.k) {
+          const float* from = x + m * p.k + slab + k;
+          store(v, D::unorder(load(from, min(kLanes, p.k - slab - k))));
+        }
+        for (int i = 0; i < kLanes; ++i) out[(k + i) * kTileLanes] = v[i];
+      }
+    }
+  }
+  bool enough_memory = true;
+  const int64_t blocks = ceil_div(p.n, kStored);
+  parallel.each(blocks, [&](int64_t block) {
+    alignas(64) float panel[kStored * kBlock];
+    alignas(64) float tile_sums[kTileRows * kTileLanes];
+    const int64_t row = block * kStored, rows = min(kStored, p.n - row);
+    float* sums = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(kStored * width) * 4));
+    if (sums == nullptr) {
+      __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+      return;
+    }
+    memset(sums, 0, static_cast<size_t>(rows * width) * 4);
+    const int64_t vector_at[kVectors] = {0, kLanes, 2 * kLanes, 3 * kLanes};
+    for (int64_t slab = 0; slab < depth; slab += kBlock) {
+      const int64_t steps = min(kBlock, depth - slab);
+      for (int64_t k = 0; k < steps; k += kLine) {
+        decode_lines(decoder, w, row, rows, slab + k, panel + k, kBlock, vector_at);
+      }
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const float* b = packed + slab * width + tile * steps * kTileLanes;
+        for (int64_t r = 0; r < rows; r += kTileRows) {
+          const int64_t count = min(kTileRows, rows - r);
+          with_constant<kTileRows>(count, [&](auto tile_rows) {
+            multiply_tile<tile_rows.value>(steps, panel + r * kBlock, kBlock, 1, b, tile_sums);
+          });
+          for (int64_t i = 0; i < count; ++i) {
+            for (int v = 0; v < kTileLanes; v += kLanes) {
+              float* sum = sums + (r + i) * width + tile * kTileLanes + v;
+              store(sum, load(sum) + load(tile_sums + i * kTileLanes + v));
+            }
+          }
+        }
+      }
+    }
+    for (int64_t m = 0; m < p.m; ++m) {
+      for (int64_t r = 0; r < rows; ++r) y[m * p.n + row + r] = sums[r * width + m];
+    }
+  });
+  return enough_memory;
+}
+
+// ---- The choice
+
+template <typename D>
+bool matmul_one(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
+                const Parallel& parallel) {
+  if (p.contract_last) {
+    if (p.m <= kDotRows && dot_fits(p.w)) return matmul_dot(decoder, p, w, x, y, parallel);
+    return matmul_panel_last(decoder, p, w, x, y, parallel);
+  }
+  if (p.m <= kStreamRows && stream_fits(p.w)) return matmul_stream(decoder, p, w, x, y, parallel);
+  return matmul_panel_first(decoder, p, w, x, y, parallel);
+}
+
+constexpr int64_t kAloneWork = 300000;  // multiplications that are done before another thread has begun
+
+inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
+  const int64_t x_size = p.m * p.k, y_size = p.m * p.n;
+  const float* x = static_cast<const float*>(p.x);
+  float* y = static_cast<float*>(p.y);
+  if (p.x_type != Float::f32) {
+    float* wide = static_cast<float*>(scratch(Scratch::call_x, static_cast<size_t>(p.batch * x_size) * 4));
+    if (wide == nullptr) return false;
+    to_f32(p.x, p.x_type, 0, p.batch * x_size, wide);
+    x = wide;
+  }
+  if (p.y_type != Float::f32) {
+    y = static_cast<float*>(scratch(Scratch::call_y, static_cast<size_t>(p.batch * y_size) * 4));
+    if (y == nullptr) return false;
+  }
+  bool enough_memory = true;
+  const Parallel alone(1, nullptr, nullptr);
+  const auto multiply = [&](int64_t b, const Parallel& inner) {
+    const Matrix w(p.w, min(max(p.index[b], 0), p.w.layers - 1));
+    const bool done = with_decoder(p.w.format, [&](const auto& decoder) {
+      return matmul_one(decoder, p, w, x + b * x_size, y + b * y_size, inner);
+    });
+    if (!done) __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+  };
+  const int64_t work = p.m * p.k * p.n;
+  if (p.k == 0) {
+    memset(y, 0, static_cast<size_t>(p.batch * y_size) * 4);
+  } else if (p.batch >= 2 * parallel.threads() && p.batch * work > kAloneWork) {
+    parallel.each(p.batch, [&](int64_t b) { multiply(b, alone); });
+  } else {
+    for (int64_t b = 0; b < p.batch; ++b) multiply(b, work > kAloneWork ? parallel : alone);
+  }
+  if (p.y_type != Float::f32) from_f32(y, p.batch * y_size, p.y, p.y_type, 0);
+  return enough_memory;
+}
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_MATMUL_EXACT_H_

@@ -1,0 +1,244 @@
+"""The native library's targets, called raw, against float64: every instruction set that this machine has."""
+
+import ctypes
+import functools
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowbit.kernels
+from lowbit.formats.nf4 import LEVELS, dynamic_map
+
+LIBRARY = Path(os.environ.get("LOWBIT_LIBRARY") or Path(lowbit.kernels.__file__).parent / "lowbit_native.so")
+PER_BYTE = {"int8": 1, "nf4": 2, "ternary": 4, "binary": 8}
+pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no native library")
+
+
+@pytest.fixture(scope="module", params=["generic", "avx2", "avx512"])
+def target(request, tmp_path_factory):
+    """target(name) registers a target of the library for one instruction set and gives its name in JAX.
+
+    The instruction set is chosen when a library is loaded: a copy under another name is another library.
+    """
+    isa = request.param
+    path = tmp_path_factory.mktemp("native") / f"{isa}.so"
+    shutil.copy(LIBRARY, path)
+    before = os.environ.get("LOWBIT_ISA")
+    os.environ["LOWBIT_ISA"] = isa
+    try:
+        library = ctypes.CDLL(str(path))
+        library.lowbit_isa.restype = ctypes.c_char_p
+        chosen = library.lowbit_isa().decode()
+    finally:
+        del os.environ["LOWBIT_ISA"]
+        if before is not None:
+            os.environ["LOWBIT_ISA"] = before
+    if chosen != isa:
+        pytest.skip(f"this machine has no {isa}")
+
+    @functools.cache
+    def register(name):
+        capsule = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(f"{name}_{isa}", capsule, platform="cpu")
+        return f"{name}_{isa}"
+
+    return register
+
+
+def stored_length(length, span):
+    return 1 if span == 0 else -(-length // span)
+
+
+def spread(values, spans, shape):
+    """Each stored value for all elements it covers."""
+    for axis, (span, length) in enumerate(zip(spans, shape, strict=True), start=1):
+        values = np.repeat(values, span or max(length, 1), axis)
+        values = values[:, :length] if axis == 1 else values[:, :, :length]
+    return values
+
+
+class Stored:
+    """Random weights: `operands` as the targets take them, `values` in float64."""
+
+    def __init__(self, format, layers, rows, columns, row_span, col_span, *, double=False, shared=False, seed=0):
+        rng = np.random.default_rng(seed)
+        per_byte = PER_BYTE[format]
+        levels = {
+            "int8": np.arange(-128.0, 128.0),
+            "nf4": LEVELS.astype(np.float64),
+            "ternary": np.array([-1.0, 0.0, 1.0]),
+            "binary": np.array([-1.0, 1.0]),
+        }[format]
+        picks = rng.integers(0, len(levels), (layers, rows, columns))
+        if format == "int8":
+            codes = (picks - 128).astype(np.int8)
+        else:
+            short = -columns % per_byte
+            fields = np.pad(picks, ((0, 0), (0, 0), (0, short))).reshape(layers, rows, (columns + short) // per_byte, per_byte)
+            bits = 8 // per_byte
+            shifts = 8 - bits * (np.arange(per_byte) + 1)
+            codes = (fields << shifts).sum(-1).astype(np.uint8)
+        shape = (1 if shared else layers, stored_length(rows, row_span), stored_length(columns, col_span))
+        none = np.zeros((layers, 0), np.float32)
+        if double:
+            stored = rng.integers(0, 256, shape).astype(np.uint8)
+            groups = -(-shape[1] * shape[2] // 256)
+            tops = rng.uniform(0.1, 1, (shape[0], groups)).astype(np.float32)
+            offset = rng.uniform(1, 2, (shape[0], 1)).astype(np.float32)
+            flat = dynamic_map().astype(np.float64)[stored].reshape(shape[0], shape[1] * shape[2])
+            flat = flat * np.repeat(tops, 256, 1)[:, : flat.shape[1]] + offset
+            scales = flat.reshape(shape)
+            self.operands = [codes, stored, tops, offset, dynamic_map()]
+        else:
+            scales = rng.uniform(0.5, 2, shape).astype(np.float32)
+            self.operands = [codes, scales, none, none, np.zeros(0, np.float32)]
+        self.values = levels[picks] * spread(scales.astype(np.float64), (row_span, col_span), (rows, columns))
+        self.attributes = {
+            "format": format,
+            "columns": np.int64(columns),
+            "row_span": np.int64(row_span),
+            "col_span": np.int64(col_span),
+        }
+
+
+def matmul(target, x, stored, index, contract, dtype=jnp.float32, fast=False):
+    n = stored.values.shape[2 - contract]
+    call = jax.ffi.ffi_call(target("lowbit_matmul"), jax.ShapeDtypeStruct((*x.shape[:2], n), dtype))
+    return jax.jit(functools.partial(call, contract=np.int64(contract), fast=fast, **stored.attributes))(
+        x, *stored.operands, np.asarray(index, np.int32)
+    )
+
+
+def check_matmul(target, format, contract, spans, m, k, n, *, layers=1, index=(0,), x_type=None, y_type=None, **options):
+    rows, columns = (n, k) if contract else (k, n)
+    stored = Stored(format, layers, rows, columns, *spans, **options)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((len(index), m, k)), x_type or jnp.float32)
+    y_type = y_type or jnp.float32
+    y = np.asarray(matmul(target, x, stored, index, contract, y_type), np.float64)
+    wide = np.asarray(x, np.float64)
+    w = stored.values[np.clip(index, 0, layers - 1)]
+    w = w.swapaxes(1, 2) if contract else w
+    want, size = wide @ w, np.abs(wide) @ np.abs(w)
+    # The sum is rounded in float32, the result once more in its own type.
+    bound = 1e-6 * size + float(jnp.finfo(y_type).eps) * np.abs(want) + 1e-30
+    assert y.shape == want.shape
+    worst = np.max(np.abs(y - want) / bound, initial=0)
+    assert worst < 1, f"{format} {contract=} {spans=} {m=} {k=} {n=}: {worst} times the bound"
+
+
+FORMATS = list(PER_BYTE)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_matmul_for_all_spans(target, format):
+    for contract, spans in itertools.product(
+        (0, 1), [(64, 1), (1, 64), (0, 1), (1, 0), (16, 1), (1, 32), (0, 0), (5, 7), (1, 1), (3, 1), (1, 5)]
+    ):
+        for m in (1, 5) if spans in [(16, 1), (1, 32), (0, 0), (5, 7), (1, 1), (3, 1), (1, 5)] else (1, 2, 3, 4, 9, 37):
+            check_matmul(target, format, contract, spans, m, 131, 203)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_matmul_of_large_matrices(target, format):
+    """Large enough for several threads, slabs and blocks, with and without ragged ends."""
+    for contract, spans in [(0, (64, 1)), (0, (1, 64)), (1, (1, 64)), (1, (64, 1))]:
+        check_matmul(target, format, contract, spans, 1, 1024, 768)
+        check_matmul(target, format, contract, spans, 4, 1001, 999)
+        check_matmul(target, format, contract, spans, 33, 515, 321)
+
+
+def test_matmul_of_odd_sizes(target):
+    sizes = [(1, 1, 1), (1, 0, 5), (2, 3, 0), (0, 3, 4), (1, 2, 577), (1, 577, 2), (7, 64, 64), (13, 17, 31)]
+    for format, contract, (m, k, n) in itertools.product(FORMATS, (0, 1), sizes):
+        check_matmul(target, format, contract, (64, 1), m, k, n)
+        check_matmul(target, format, contract, (1, 64), m, k, n)
+
+
+def test_matmul_of_all_float_types(target):
+    types = [jnp.float32, jnp.bfloat16, jnp.float16]
+    for x_type, y_type in itertools.product(types, types):
+        check_matmul(target, "nf4", 0, (64, 1), 3, 130, 70, x_type=x_type, y_type=y_type)
+        check_matmul(target, "int8", 1, (1, 0), 9, 130, 70, x_type=x_type, y_type=y_type)
+
+
+def test_matmul_with_scales_in_eight_bits(target):
+    for contract, spans, m in itertools.product((0, 1), [(64, 1), (1, 64), (16, 1), (1, 16), (1, 0)], (1, 3, 20)):
+        check_matmul(target, "nf4", contract, spans, m, 200, 333, double=True)
+        check_matmul(target, "nf4", contract, spans, m, 70, 130, double=True, layers=3, index=(2, 0, 9, -1))
+
+
+def test_matmul_by_index(target):
+    for format, contract, shared in itertools.product(FORMATS, (0, 1), (False, True)):
+        spans = (1, 64) if contract else (64, 1)
+        check_matmul(target, format, contract, spans, 2, 96, 130, layers=3, index=(2, 0, 5, -4, 1), shared=shared)
+        check_matmul(target, format, contract, spans, 1, 320, 256, layers=4, index=(3, 1, 1, 0, 2, 3), shared=shared)
+
+
+def test_matmul_passes_nan_on(target):
+    for contract, (row_span, col_span), m in itertools.product((0, 1), [(64, 1), (1, 64)], (1, 20)):
+        stored = Stored("nf4", 1, 128, 128, row_span, col_span)
+        stored.operands[1][0, 1, 1] = np.nan
+        y = np.asarray(matmul(target, np.ones((1, m, 128), np.float32), stored, [0], contract))
+        scales = np.repeat(np.repeat(stored.operands[1], row_span, 1), col_span, 2)
+        np.testing.assert_array_equal(np.isnan(y[0, 0]), np.isnan(scales[0]).any(axis=contract))
+
+
+def test_wrong_operands_get_an_error(target):
+    stored = Stored("nf4", 2, 64, 33, 16, 1)
+    x = np.ones((1, 2, 64), np.float32)
+    codes, scales, none, _, no_map = stored.operands
+    good = {
+        "x": x,
+        "codes": codes,
+        "scales": scales,
+        "group_absmax": none,
+        "offset": none,
+        "scale_map": no_map,
+        "index": np.zeros(1, np.int32),
+    }
+    name = target("lowbit_matmul")
+
+    def call(shape=(1, 2, 33), dtype=jnp.float32, **changes):
+        operands = [changes.pop(part, value) for part, value in good.items()]
+        attributes = stored.attributes | {"contract": np.int64(0), "fast": False} | changes
+        return jax.jit(lambda *a: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, dtype))(*a, **attributes))(
+            *operands
+        ).block_until_ready()
+
+    call()
+    eight = scales.astype(np.uint8)
+    for text, changes in [
+        ("unknown format 'nf5'", {"format": "nf5"}),
+        ("codes", {"codes": codes.astype(np.int8)}),
+        ("codes", {"codes": codes[0]}),
+        ("codes", {"columns": np.int64(35)}),
+        ("hold no layer", {"codes": codes[:0], "scales": scales[:1]}),
+        ("scales", {"scales": scales[0]}),
+        ("scales", {"scales": scales[:, :3]}),
+        ("scales", {"scales": scales.astype(np.float16)}),
+        ("scales", {"row_span": np.int64(32)}),
+        ("scales", {"col_span": np.int64(0)}),
+        ("negative", {"row_span": np.int64(-1)}),
+        ("negative", {"columns": np.int64(-33)}),
+        ("group_absmax", {"scales": eight}),
+        ("group_absmax", {"scales": eight, "group_absmax": np.ones((2, 1), np.float32)}),
+        ("group_absmax", {"group_absmax": np.ones((2, 1), np.float32)}),
+        ("f32, bf16 or f16", {"x": x.astype(np.int32)}),
+        ("f32, bf16 or f16", {"dtype": jnp.int32}),
+        ("do not fit", {"x": x[0]}),
+        ("do not fit", {"x": x[:, :, :63]}),
+        ("do not fit", {"shape": (1, 2, 34)}),
+        ("do not fit", {"contract": np.int64(1)}),
+        ("contract=2", {"contract": np.int64(2)}),
+        ("index", {"index": np.zeros(2, np.int32)}),
+        ("index", {"index": np.zeros(1, np.float32)}),
+    ]:
+        with pytest.raises(Exception, match="lowbit: .*" + text):
+            call(**changes)
