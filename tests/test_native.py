@@ -80,7 +80,9 @@ class Stored:
             codes = (picks - 128).astype(np.int8)
         else:
             short = -columns % per_byte
-            fields = np.pad(picks, ((0, 0), (0, 0), (0, short))).reshape(layers, rows, (columns + short) // per_byte, per_byte)
+            fields = np.pad(picks, ((0, 0), (0, 0), (0, short))).reshape(
+                layers, rows, (columns + short) // per_byte, per_byte
+            )
             bits = 8 // per_byte
             shifts = 8 - bits * (np.arange(per_byte) + 1)
             codes = (fields << shifts).sum(-1).astype(np.uint8)
@@ -115,7 +117,9 @@ def matmul(target, x, stored, index, contract, dtype=jnp.float32, fast=False):
     )
 
 
-def check_matmul(target, format, contract, spans, m, k, n, *, layers=1, index=(0,), x_type=None, y_type=None, **options):
+def check_matmul(
+    target, format, contract, spans, m, k, n, *, layers=1, index=(0,), x_type=None, y_type=None, **options
+):
     rows, columns = (n, k) if contract else (k, n)
     stored = Stored(format, layers, rows, columns, *spans, **options)
     rng = np.random.default_rng(1)

@@ -1,6 +1,6 @@
 """Times lowbit_matmul beside JAX's plain float32 product, in turns, on weights that do not fit the caches.
 
-    python csrc/tune/time_matmul.py build/lowbit_native.so --formats nf4,int8 --m 1,4 --case 0along --shape 4096,4096
+python csrc/tune/time_matmul.py build/lowbit_native.so --formats nf4,int8 --m 1,4 --case 0along --shape 4096,4096
 """
 
 import argparse

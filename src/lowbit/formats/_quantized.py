@@ -81,6 +81,15 @@ class QuantizedArray(ImplicitArray):
         """The scales as float32, where a format stores them otherwise."""
         return self.scales
 
+    @property
+    def decoder(self) -> str | None:
+        """The name of the format's decode function in the native library, if it has one there."""
+        return None
+
+    def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
+        """Scales that are codes themselves, by group: codes, scale of each group, offset, table of the codes."""
+        return None
+
     def plain(self) -> Self:
         """The same array with its scales stored as they are, ready to be moved about. Not a value changes."""
         if all(getattr(self, name) is None for name in self.scale_parts):

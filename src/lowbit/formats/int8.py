@@ -53,6 +53,10 @@ class Array8B(QuantizedArray):
         raise_if_not_finite(array, scales, "int8")
         return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype, spans=spans)
 
+    @property
+    def decoder(self) -> str:
+        return "int8"
+
     def levels(self, *code_parts: jax.Array) -> jax.Array:
         return code_parts[0].astype(jnp.float32)
 

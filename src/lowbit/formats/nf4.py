@@ -84,6 +84,15 @@ class ArrayNF4(QuantizedArray):
     def packing(self) -> dict[str, int]:
         return {"codes": 2}
 
+    @property
+    def decoder(self) -> str:
+        return "nf4"
+
+    def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
+        if self.group_absmax is None or self.offset is None:
+            return None
+        return self.scales, self.group_absmax, self.offset, jnp.asarray(dynamic_map())
+
     def levels(self, *code_parts: jax.Array) -> jax.Array:
         return _choose(unpack(code_parts[0], 2), LEVELS)
 

@@ -97,6 +97,10 @@ class Array1B(QuantizedArray):
     def packing(self) -> dict[str, int]:
         return {"codes": _PER_BYTE[self.kind]}
 
+    @property
+    def decoder(self) -> str:
+        return self.kind
+
     def levels(self, *code_parts: jax.Array) -> jax.Array:
         codes = unpack(code_parts[0], _PER_BYTE[self.kind]).astype(jnp.float32)
         return codes - 1 if self.kind == "ternary" else 2 * codes - 1
