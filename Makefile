@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 PIP := -m pip install -q --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test lint tests tests-oldest package test-all format clean
+.PHONY: demo test lint tests tests-oldest package test-all docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/python -m lowbit.demo
@@ -38,6 +38,10 @@ package: $(VENV)/test
 test-all: test
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
+# The API reference, from the docstrings: build/docs/index.html
+docs: $(VENV)/test
+	$(VENV)/bin/python docs/reference.py build/docs
+
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
@@ -58,4 +62,4 @@ $(OLDEST)/test: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) dist
+	rm -rf $(VENV) $(OLDEST) dist build

@@ -1,5 +1,8 @@
 """What a user meets first: the exports, the README, the rooms of the code."""
 
+import ast
+import doctest
+import itertools
 import re
 import subprocess
 import sys
@@ -39,6 +42,24 @@ def test_every_public_name_has_a_docstring_and_an_example() -> None:
         assert getattr(lowbit, name).__doc__, name
     for name in ("aux_field", "implicit", "register", "ste", "materialize", "Array8B", "ArrayNF4", "Array1B"):
         assert ">>>" in getattr(lowbit, name).__doc__, name
+
+
+def docstrings_of_variables() -> list[tuple[Path, str]]:
+    return [
+        (path, text.value.value)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for variable, text in itertools.pairwise(ast.parse(path.read_text()).body)
+        if isinstance(variable, (ast.Assign, ast.AnnAssign)) and isinstance(text, ast.Expr)
+        if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    ]
+
+
+def test_the_examples_below_variables_run() -> None:
+    """Those that doctest itself does not find."""
+    assert docstrings_of_variables()
+    for path, text in docstrings_of_variables():
+        example = doctest.DocTestParser().get_doctest(text, {}, text.splitlines()[0], str(path), None)
+        assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0, text
 
 
 def test_each_room_knows_what_it_may() -> None:

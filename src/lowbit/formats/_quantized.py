@@ -248,10 +248,12 @@ class QuantizedArray(ImplicitArray):
 
     @property
     def weight(self) -> jax.Array:
+        """The codes in the axis order of the array."""
         return self.logical_view(self.resolved().codes)
 
     @property
     def scale(self) -> jax.Array:
+        """The scales in the axis order of the array."""
         return self.logical_view(self.resolved().scales)
 
     # The flag alone: even a compiled identity would copy the parts.
@@ -502,17 +504,30 @@ def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A row of the table: how to quantize to a format, and what it costs."""
+    """A row of the table: how to quantize to a format, and what it costs.
+
+    - `quantize`: a function of `(array, *, axis, block_size)` and the options.
+    - `error`: root mean square error on N(0, 1), in its default setting.
+    - `bits`: per weight, scales not counted.
+    - `blocked`: whether it always has blocks; otherwise a scale covers the axis if no block is asked for.
+    - `options`: what else `quantize` takes of a `QuantizationConfig`.
+    """
 
     name: str
-    quantize: Callable[..., QuantizedArray]  # (array, *, axis, block_size) and the options
-    error: float  # root mean square error on N(0, 1), in its default setting
-    bits: float  # per weight, scales not counted
-    blocked: bool = True  # whether it always has blocks; otherwise a scale covers the axis if no block is asked for
-    options: frozenset[str] = frozenset()  # what else `quantize` takes of a QuantizationConfig
+    quantize: Callable[..., QuantizedArray]
+    error: float
+    bits: float
+    blocked: bool = True
+    options: frozenset[str] = frozenset()
 
 
 FORMATS: dict[str, Format] = {}
+"""The table of formats by name. `register_format` adds to it.
+
+>>> import lowbit
+>>> lowbit.FORMATS["nf4"].bits
+4.0
+"""
 
 
 def register_format(format: Format) -> Format:

@@ -42,9 +42,9 @@ class Array8B(QuantizedArray):
     def quantize(cls, array: Any, dtype: Any = None, axis: Any = None, *, block_size: int | None = None) -> Self:
         """Quantize a dense array.
 
-        `axis`: the axis or axes along which one scale is shared (default: the last).
-        `block_size`: one scale for each block of that many elements of the (single) axis.
-        `dtype`: of the array as it reads; default the input's.
+        - `axis`: the axis or axes along which one scale is shared (default: the last).
+        - `block_size`: one scale for each block of that many elements of the (single) axis.
+        - `dtype`: of the array as it reads; default the input's.
         """
         array = checked_input(array, "int8")
         dtype = checked_dtype(dtype, array, "int8")

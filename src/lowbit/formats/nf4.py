@@ -67,9 +67,9 @@ class ArrayNF4(QuantizedArray):
     ) -> Self:
         """Quantize a dense array.
 
-        `block_size`: how many elements along `axis` share a scale; a power of two from 16 to 4096.
-        `double_quant`: store the scales in 8 bits, 4.127 bits a weight in all.
-        `dtype`: of the array as it reads; default the input's.
+        - `block_size`: how many elements along `axis` share a scale; a power of two from 16 to 4096.
+        - `double_quant`: store the scales in 8 bits, 4.127 bits a weight in all.
+        - `dtype`: of the array as it reads; default the input's.
         """
         array = checked_input(array, "nf4")
         dtype = checked_dtype(dtype, array, "nf4")
@@ -108,6 +108,7 @@ class ArrayNF4(QuantizedArray):
 
     @property
     def packed(self) -> jax.Array:
+        """The codes, two in each byte."""
         return self.weight
 
     @property

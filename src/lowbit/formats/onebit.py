@@ -67,8 +67,12 @@ class Array1B(QuantizedArray):
     ) -> Self:
         """Quantize a dense array.
 
-        `axis`: the axis or axes along which one scale is shared (default: the last); `block_size`: one for each block.
-        `threshold`: what is kept, if not half the standard deviation. `scale=False`: the bare codes.
+        - `axis`: the axis or axes along which one scale is shared (default: the last).
+        - `block_size`: one scale for each block of that many elements of the (single) axis.
+        - `threshold`: what is kept, if not half the standard deviation.
+        - `scale`: False for the bare codes.
+        - `dtype`: of the array as it reads; default the input's.
+
         Integers must be in {-1, 0, 1} ({-1, 1} for binary) and are kept exactly. Under `jit`, where values cannot be
         looked at, other integers give codes without meaning.
         """

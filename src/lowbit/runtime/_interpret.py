@@ -200,6 +200,16 @@ class MaterializationWarning(UserWarning):
 
 
 materialization: Setting[str] = Setting("materialization", "warn", ("allow", "warn", "error"))
+"""What happens where no rule fits and an implicit array is made dense: "warn" once for each primitive and class,
+"error", or "allow". Called, it holds everywhere from then on; in a `with` statement, in the block and its thread.
+
+>>> import jax.numpy as jnp, lowbit
+>>> q = lowbit.Array8B.quantize(jnp.ones((64, 32)))
+>>> with lowbit.materialization("error"):
+...     q + 1
+Traceback (most recent call last):
+TypeError: add has no rule for Array8B of shape (64, 32) (float32), so the whole array is made dense. The policy ...
+"""
 trace_count = 0  # how often `implicit` traced, for tests of caching
 _warned: set[tuple[str, type]] = set()
 

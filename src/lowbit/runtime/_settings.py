@@ -31,6 +31,9 @@ class Setting(Generic[T]):
             raise ValueError(f"{self.name}({value!r}): the value must be one of {choices}.")
         return _Switch(self, value)
 
+    def __repr__(self) -> str:
+        return f"{self.name}({self.value!r})"
+
     def set_everywhere(self, value: T) -> T:
         """Set it for all threads that have no value of their own; returns what it was."""
         with self._lock:
