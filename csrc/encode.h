@@ -3,7 +3,7 @@
 #ifndef LOWBIT_ENCODE_H_
 #define LOWBIT_ENCODE_H_
 
-#include "bytes.h"
+#include "decode.h"
 
 namespace lowbit::LOWBIT_ISA {
 
