@@ -4,10 +4,12 @@
 //   decode(bytes, v)    the levels of kLine consecutive columns, in four vectors of kLanes columns each
 //   order(v)            the columns of one such vector in their order; a decoder may leave its lanes in another
 //   unorder(v)          the reverse
+//   bytes<i>(codes)     for products of int8: level / kUnit + kOffset of the i-th code of each byte, unsigned, the level
+//                       rounded for NF4; kSmall: it is at most 3
 #ifndef LOWBIT_DECODE_H_
 #define LOWBIT_DECODE_H_
 
-#include "simd.h"
+#include "bytes.h"
 
 namespace lowbit::LOWBIT_ISA {
 
@@ -33,6 +35,15 @@ alignas(64) constexpr float kNf4Levels[16] = {
     0.7229568362236023f,
     1.0f,
 };
+
+// The levels in 127ths, rounded.
+struct Nf4Bytes {
+  uint8_t offset_by_128[16] = {};
+  constexpr Nf4Bytes() {
+    for (int i = 0; i < 16; ++i) offset_by_128[i] = static_cast<uint8_t>(kNf4Levels[i] * 127 + 128.5f);
+  }
+};
+constexpr Nf4Bytes kNf4Bytes;
 
 LOWBIT_INLINE float int8_level(uint8_t byte, int) { return static_cast<float>(static_cast<int8_t>(byte)); }
 LOWBIT_INLINE float nf4_level(uint8_t byte, int i) { return kNf4Levels[byte >> (4 - 4 * i) & 15]; }
@@ -210,21 +221,49 @@ using BinaryVectors = OneByOne<8, binary_level>;
 struct Int8 : Int8Vectors {
   static constexpr int kPerByte = 1;
   static float level(uint8_t byte, int i) { return int8_level(byte, i); }
+  static constexpr int kOffset = 128;
+  static constexpr bool kSmall = false;
+  static constexpr float kUnit = 1;
+  template <int>
+  LOWBIT_INLINE static Bytes bytes(Bytes codes) {
+    return codes ^ 128;
+  }
 };
 
 struct Nf4 : Nf4Vectors {
   static constexpr int kPerByte = 2;
   static float level(uint8_t byte, int i) { return nf4_level(byte, i); }
+  static constexpr int kOffset = 128;
+  static constexpr bool kSmall = false;
+  static constexpr float kUnit = 1.0f / 127;
+  template <int i>
+  LOWBIT_INLINE static Bytes bytes(Bytes codes) {
+    return lookup(kNf4Bytes.offset_by_128, shift_right<4 - 4 * i>(codes));
+  }
 };
 
 struct Ternary : TernaryVectors {
   static constexpr int kPerByte = 4;
   static float level(uint8_t byte, int i) { return ternary_level(byte, i); }
+  static constexpr int kOffset = 1;
+  static constexpr bool kSmall = true;
+  static constexpr float kUnit = 1;
+  template <int i>
+  LOWBIT_INLINE static Bytes bytes(Bytes codes) {
+    return shift_right<6 - 2 * i>(codes) & 3;
+  }
 };
 
 struct Binary : BinaryVectors {
   static constexpr int kPerByte = 8;
   static float level(uint8_t byte, int i) { return binary_level(byte, i); }
+  static constexpr int kOffset = 1;
+  static constexpr bool kSmall = true;
+  static constexpr float kUnit = 1;
+  template <int i>
+  LOWBIT_INLINE static Bytes bytes(Bytes codes) {
+    return shift_right<6 - i>(codes) & 2;  // twice the code
+  }
 };
 
 // run(functor) for the functor of a format.
@@ -262,6 +301,11 @@ struct Matrix {
     if (w.scales != nullptr) return w.scales + matrix + start;
     decode_scales(matrix, start, count, out);
     return out;
+  }
+
+  LOWBIT_INLINE float scale(int64_t row, int64_t col) const {
+    float value;
+    return *scales(row, col, 1, &value);
   }
 
   void decode_scales(int64_t matrix, int64_t start, int64_t count, float* out) const {

@@ -1,5 +1,6 @@
 // The drivers compiled for one instruction set, which the including file names in LOWBIT_ISA.
 
+#include "encode.h"
 #include "matmul_exact.h"
 
 namespace lowbit::LOWBIT_ISA {
@@ -12,7 +13,7 @@ extern const Kernels kernels = {
     matmul_exact,             //
     nullptr,                  // matmul_fast
     nullptr,                  // take
-    nullptr,                  // encode
+    encode,                   //
 };
 
 }  // namespace lowbit::LOWBIT_ISA

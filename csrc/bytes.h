@@ -1,0 +1,270 @@
+// Vectors of integers and bytes, beside the vectors of floats of simd.h.
+// Lanes are compared, masked and shifted by the compiler's own operators; a comparison gives -1 or 0 in each lane.
+#ifndef LOWBIT_BYTES_H_
+#define LOWBIT_BYTES_H_
+
+#include "simd.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+using I = int32_t __attribute__((vector_size(sizeof(F))));
+
+LOWBIT_INLINE I as_ints(F a) {
+  I b;
+  memcpy(&b, &a, sizeof(b));
+  return b;
+}
+LOWBIT_INLINE F as_floats(I a) {
+  F b;
+  memcpy(&b, &a, sizeof(b));
+  return b;
+}
+LOWBIT_INLINE I max(I a, I b) { return a > b ? a : b; }
+
+constexpr int kBytes = sizeof(F);
+using Bytes = uint8_t __attribute__((vector_size(sizeof(F))));
+using Words = uint16_t __attribute__((vector_size(sizeof(F))));
+
+template <typename V>
+LOWBIT_INLINE V load_as(const void* p) {
+  V a;
+  memcpy(&a, p, sizeof(a));
+  return a;
+}
+template <typename V>
+LOWBIT_INLINE void store_as(void* p, V a) {
+  memcpy(p, &a, sizeof(a));
+}
+LOWBIT_INLINE I splat(const void* dword) { return I{} + load_as<int32_t>(dword); }
+
+// Bits cross from a byte to its neighbour; whoever shifts masks them.
+template <int kBits>
+LOWBIT_INLINE Bytes shift_right(Bytes a) {
+  const Words words = reinterpret_cast<Words>(a);
+  if constexpr (kBits < 0) return reinterpret_cast<Bytes>(words << -kBits);
+  return reinterpret_cast<Bytes>(words >> (kBits < 0 ? 0 : kBits));
+}
+// An intrinsic of two vectors, whose types differ between instruction sets and compilers.
+#define LOWBIT_BYTES_OP(name, vector, intrinsic)                                                        \
+  LOWBIT_INLINE Bytes name(Bytes a, Bytes b) {                                                          \
+    return reinterpret_cast<Bytes>(intrinsic(reinterpret_cast<vector>(a), reinterpret_cast<vector>(b))); \
+  }
+
+#if defined(LOWBIT_AVX512)
+
+LOWBIT_INLINE int32_t largest(I a) { return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(a)); }
+
+// table[index] for an index below 8
+LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
+  return permute(load(table), reinterpret_cast<__m512i>(index));
+}
+LOWBIT_INLINE I round_to_int(F a) { return reinterpret_cast<I>(_mm512_cvtps_epi32(a)); }
+LOWBIT_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(a)); }
+
+// kLanes codes in bytes, `kPerByte` in each, the first in the highest bits
+template <int kPerByte>
+LOWBIT_INLINE void pack_codes(I codes, uint8_t* out) {
+  const __m512i a = reinterpret_cast<__m512i>(codes);
+  if constexpr (kPerByte == 1) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(a));
+  } else {
+    const __m512i pairs = _mm512_or_si512(_mm512_slli_epi64(a, 4), _mm512_srli_epi64(a, 32));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm512_cvtepi64_epi8(pairs));
+  }
+}
+
+LOWBIT_BYTES_OP(low_bytes, __m512i, _mm512_unpacklo_epi8)
+LOWBIT_BYTES_OP(high_bytes, __m512i, _mm512_unpackhi_epi8)
+LOWBIT_BYTES_OP(low_words, __m512i, _mm512_unpacklo_epi16)
+LOWBIT_BYTES_OP(high_words, __m512i, _mm512_unpackhi_epi16)
+LOWBIT_BYTES_OP(low_dwords, __m512i, _mm512_unpacklo_epi32)
+LOWBIT_BYTES_OP(high_dwords, __m512i, _mm512_unpackhi_epi32)
+LOWBIT_BYTES_OP(low_qwords, __m512i, _mm512_unpacklo_epi64)
+LOWBIT_BYTES_OP(high_qwords, __m512i, _mm512_unpackhi_epi64)
+
+// table[index], of which the low four bits count
+LOWBIT_INLINE Bytes lookup(const uint8_t (&table)[16], Bytes index) {
+  const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return reinterpret_cast<Bytes>(_mm512_permutexvar_epi8(reinterpret_cast<__m512i>(index), tables));
+}
+// Dword i of 128-bit part j goes to dword j of part i.
+LOWBIT_INLINE Bytes swap_parts(Bytes a) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return reinterpret_cast<Bytes>(_mm512_permutexvar_epi32(order, reinterpret_cast<__m512i>(a)));
+}
+// Part i of vector j goes to part j of vector i.
+LOWBIT_INLINE void transpose_parts(Bytes* v, int stride) {
+  __m512i a[4];
+  for (int i = 0; i < 4; ++i) a[i] = reinterpret_cast<__m512i>(v[i * stride]);
+  const __m512i b[4] = {_mm512_shuffle_i32x4(a[0], a[1], 0x44), _mm512_shuffle_i32x4(a[0], a[1], 0xee),
+                        _mm512_shuffle_i32x4(a[2], a[3], 0x44), _mm512_shuffle_i32x4(a[2], a[3], 0xee)};
+  for (int i = 0; i < 2; ++i) {
+    v[2 * i * stride] = reinterpret_cast<Bytes>(_mm512_shuffle_i32x4(b[i], b[i + 2], 0x88));
+    v[(2 * i + 1) * stride] = reinterpret_cast<Bytes>(_mm512_shuffle_i32x4(b[i], b[i + 2], 0xdd));
+  }
+}
+LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  first = _mm512_permutex2var_ps(a, even, b);
+  second = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+}
+// sums[i] += the four products of unsigned bytes w and signed bytes x in dword i
+LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
+#if defined(LOWBIT_EMULATE_AVX512)
+  sums = reinterpret_cast<I>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(w),
+                                                 reinterpret_cast<__m512i>(x)));
+#else
+  // GCC 12 moves accumulators to memory and back around the intrinsic.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(x));
+#endif
+}
+
+#elif defined(LOWBIT_AVX2)
+
+LOWBIT_INLINE int32_t largest(I a) {
+  const __m256i v = reinterpret_cast<__m256i>(a);
+  __m128i b = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+
+LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
+  return permute(load(table), reinterpret_cast<__m256i>(index));
+}
+LOWBIT_INLINE I round_to_int(F a) { return reinterpret_cast<I>(_mm256_cvtps_epi32(a)); }
+LOWBIT_INLINE F to_float(I a) { return _mm256_cvtepi32_ps(reinterpret_cast<__m256i>(a)); }
+
+template <int kPerByte>
+LOWBIT_INLINE void pack_codes(I codes, uint8_t* out) {
+  const __m256i a = reinterpret_cast<__m256i>(codes);
+  const __m128i low = _mm256_castsi256_si128(a), high = _mm256_extracti128_si256(a, 1);
+  const __m128i words = _mm_packs_epi32(low, high);
+  if constexpr (kPerByte == 1) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words, words));
+  } else {
+    const __m128i pairs = _mm_madd_epi16(words, _mm_set1_epi32(0x00010010));
+    const __m128i bytes = _mm_shuffle_epi8(pairs, _mm_set1_epi32(0x0c080400));
+    memcpy(out, &bytes, 4);
+  }
+}
+
+LOWBIT_BYTES_OP(low_bytes, __m256i, _mm256_unpacklo_epi8)
+LOWBIT_BYTES_OP(high_bytes, __m256i, _mm256_unpackhi_epi8)
+LOWBIT_BYTES_OP(low_words, __m256i, _mm256_unpacklo_epi16)
+LOWBIT_BYTES_OP(high_words, __m256i, _mm256_unpackhi_epi16)
+LOWBIT_BYTES_OP(low_dwords, __m256i, _mm256_unpacklo_epi32)
+LOWBIT_BYTES_OP(high_dwords, __m256i, _mm256_unpackhi_epi32)
+LOWBIT_BYTES_OP(low_qwords, __m256i, _mm256_unpacklo_epi64)
+LOWBIT_BYTES_OP(high_qwords, __m256i, _mm256_unpackhi_epi64)
+
+LOWBIT_INLINE Bytes lookup(const uint8_t (&table)[16], Bytes index) {
+  const __m256i tables = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return reinterpret_cast<Bytes>(_mm256_shuffle_epi8(tables, reinterpret_cast<__m256i>(index & 15)));
+}
+LOWBIT_INLINE Bytes swap_parts(Bytes a) {
+  const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+  return reinterpret_cast<Bytes>(_mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(a), order));
+}
+LOWBIT_INLINE void transpose_parts(Bytes* v, int stride) {
+  const __m256i a = reinterpret_cast<__m256i>(v[0]), b = reinterpret_cast<__m256i>(v[stride]);
+  v[0] = reinterpret_cast<Bytes>(_mm256_permute2x128_si256(a, b, 0x20));
+  v[stride] = reinterpret_cast<Bytes>(_mm256_permute2x128_si256(a, b, 0x31));
+}
+LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
+  const F even = _mm256_shuffle_ps(a, b, 0x88), odd = _mm256_shuffle_ps(a, b, 0xdd);
+  first = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even), 0xd8));
+  second = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(odd), 0xd8));
+}
+// The two products of signed words in each dword, added.
+LOWBIT_INLINE I pair_dots(Bytes a, I b) {
+  return reinterpret_cast<I>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+// The two products of unsigned bytes a and signed bytes b in each word, added; they must fit.
+LOWBIT_INLINE Words small_dots(Bytes a, I b) {
+  return reinterpret_cast<Words>(_mm256_maddubs_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+
+#else
+
+LOWBIT_INLINE int32_t largest(I a) {
+  const int64_t low = max(int64_t{a[0]}, a[1]), high = max(int64_t{a[2]}, a[3]);
+  return static_cast<int32_t>(max(low, high));
+}
+LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
+  return F{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
+}
+LOWBIT_INLINE I round_to_int(F a) { return reinterpret_cast<I>(_mm_cvtps_epi32(a)); }
+LOWBIT_INLINE F to_float(I a) { return _mm_cvtepi32_ps(reinterpret_cast<__m128i>(a)); }
+
+template <int kPerByte>
+LOWBIT_INLINE void pack_codes(I codes, uint8_t* out) {
+  for (int i = 0; i < kLanes; i += kPerByte) {
+    out[i / kPerByte] = static_cast<uint8_t>(kPerByte == 1 ? codes[i] : codes[i] << 4 | codes[i + 1]);
+  }
+}
+
+LOWBIT_BYTES_OP(low_bytes, __m128i, _mm_unpacklo_epi8)
+LOWBIT_BYTES_OP(high_bytes, __m128i, _mm_unpackhi_epi8)
+LOWBIT_BYTES_OP(low_words, __m128i, _mm_unpacklo_epi16)
+LOWBIT_BYTES_OP(high_words, __m128i, _mm_unpackhi_epi16)
+LOWBIT_BYTES_OP(low_dwords, __m128i, _mm_unpacklo_epi32)
+LOWBIT_BYTES_OP(high_dwords, __m128i, _mm_unpackhi_epi32)
+LOWBIT_BYTES_OP(low_qwords, __m128i, _mm_unpacklo_epi64)
+LOWBIT_BYTES_OP(high_qwords, __m128i, _mm_unpackhi_epi64)
+
+LOWBIT_INLINE Bytes lookup(const uint8_t (&table)[16], Bytes index) {
+  Bytes found{};
+  for (int i = 0; i < kBytes; ++i) found[i] = table[index[i] & 15];
+  return found;
+}
+LOWBIT_INLINE Bytes swap_parts(Bytes a) { return a; }
+LOWBIT_INLINE void transpose_parts(Bytes*, int) {}
+LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
+  first = _mm_shuffle_ps(a, b, 0x88);
+  second = _mm_shuffle_ps(a, b, 0xdd);
+}
+LOWBIT_INLINE I pair_dots(Bytes a, I b) {
+  return reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+}
+
+#endif
+
+#undef LOWBIT_BYTES_OP
+
+// The bytes of four rows side by side: dword i of the four vectors, counted through, holds byte i of each row.
+LOWBIT_INLINE void interleave_rows(Bytes r[4]) {
+  for (int i = 0; i < 4; ++i) r[i] = swap_parts(r[i]);
+  const Bytes a = low_bytes(r[0], r[1]), b = high_bytes(r[0], r[1]);
+  const Bytes c = low_bytes(r[2], r[3]), d = high_bytes(r[2], r[3]);
+  r[0] = low_words(a, c);
+  r[1] = high_words(a, c);
+  r[2] = low_words(b, d);
+  r[3] = high_words(b, d);
+}
+
+// Dword i of vector j goes to dword j of vector i.
+LOWBIT_INLINE void transpose_dwords(Bytes v[kLanes]) {
+  for (int i = 0; i < kLanes; i += 4) {
+    const Bytes a = low_dwords(v[i], v[i + 1]), b = high_dwords(v[i], v[i + 1]);
+    const Bytes c = low_dwords(v[i + 2], v[i + 3]), d = high_dwords(v[i + 2], v[i + 3]);
+    v[i] = low_qwords(a, c);
+    v[i + 1] = high_qwords(a, c);
+    v[i + 2] = low_qwords(b, d);
+    v[i + 3] = high_qwords(b, d);
+  }
+  for (int i = 0; i < 4; ++i) transpose_parts(v + i, 4);
+}
+
+// Denormal numbers count as zero while this lives, as everywhere in XLA's own code.
+class FlushDenormals {
+ public:
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+};
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_BYTES_H_
