@@ -5,6 +5,8 @@ VENV := .venv
 OLDEST := .venv-oldest
 PIP := -m pip install -q --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
+# What the installed package is built from.
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
 .PHONY: demo test lint tests tests-oldest package test-all docs format clean
 
@@ -46,17 +48,17 @@ format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-$(VENV)/demo: pyproject.toml
+$(VENV)/demo: $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -e .
 	touch $@
 
-$(VENV)/test: pyproject.toml constraints.txt
+$(VENV)/test: $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -e '.[test,frameworks,lint]'
 	touch $@
 
-$(OLDEST)/test: pyproject.toml constraints.txt
+$(OLDEST)/test: $(SOURCES)
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP) -e '.[test]' jax==0.7.2
 	touch $@

@@ -70,6 +70,8 @@ def test_a_block_is_never_cut() -> None:
         q.with_sharding(NamedSharding(mesh, P(None, "x")))
     with pytest.raises(ValueError, match=r"Axis -2 .*whole blocks of 64"):
         q.T.with_sharding(NamedSharding(mesh, P("x")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        jax.jit(lambda q: q.with_sharding(P(None, "x")))(q)
 
 
 # Column parallel without a collective, row parallel with one sum.
@@ -189,3 +191,11 @@ def test_cut_parts_are_noticed(any_layout: Layout) -> None:
             _ = halves.shape
     with pytest.raises(ValueError, match="no longer have the same number of axes"):
         _ = q.replace(codes=q.codes[0]).shape
+
+
+def test_rows_of_a_transposed_matrix_are_taken_inside_of_implicit() -> None:
+    q = lowbit.Array8B(jax.random.normal(jax.random.key(0), (64, 96)))
+    with pytest.raises(ValueError, match="stored transposed, and its parts have lost an axis"):
+        jax.vmap(lambda row: row @ jnp.ones(64))(q.T)
+    got = implicit(lambda q: jax.vmap(lambda row: row @ jnp.ones(64))(q))(q.T)
+    assert_close(got, q.T.materialize() @ jnp.ones(64))

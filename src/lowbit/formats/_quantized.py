@@ -225,6 +225,11 @@ class QuantizedArray(ImplicitArray):
         shape = self.stored_shape
         if self.index is not None:
             shape = (*self.index.shape, *shape[1:])
+        if self.transposed and len(shape) < 2:
+            raise ValueError(
+                f"This {type(self).__name__} is stored transposed, and its parts have lost an axis: outside of "
+                "`implicit`, vmap, scan and slices see the stored order. Take them inside of it."
+            )
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     @property
@@ -363,9 +368,10 @@ class QuantizedArray(ImplicitArray):
         if isinstance(sharding, PartitionSpec):
             mesh = None if traced else mesh_in_context()
             if mesh is None:  # JAX knows the mesh of a `with mesh:`, or says that there is none
+                self._check_pieces(sharding, jax.sharding.get_abstract_mesh())
                 return jax.tree.map(lax.with_sharding_constraint, self, self.part_specs(sharding))
             sharding = NamedSharding(mesh, sharding)
-        self._check_pieces(sharding)
+        self._check_pieces(sharding.spec, sharding.mesh)
         parts = jax.tree.map(partial(NamedSharding, sharding.mesh), self.part_specs(sharding.spec))
         return jax.tree.map(lax.with_sharding_constraint if traced else jax.device_put, self, parts)
 
@@ -379,12 +385,12 @@ class QuantizedArray(ImplicitArray):
         entries = () if axis is None else (axis,) if isinstance(axis, str) else axis
         return self.with_sharding(NamedSharding(mesh, PartitionSpec(*entries)))
 
-    def _check_pieces(self, sharding: NamedSharding) -> None:
+    def _check_pieces(self, spec: PartitionSpec, mesh: Any) -> None:
         """No part may be cut inside an element: a block belongs to one device, and so does a byte."""
-        sizes = dict(sharding.mesh.shape)
-        for axis, entry in enumerate(sharding.spec, -self.ndim):
+        sizes = dict(mesh.shape)
+        for axis, entry in enumerate(spec, -self.ndim):
             names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            pieces = math.prod(sizes[name] for name in names)
+            pieces = math.prod(sizes.get(name, 1) for name in names)
             stored = self.swapped(axis)
             spans = {name: span_of(spans, stored) for name, spans in self.part_spans().items()}
             counts = [stored_length(self.shape[axis], span) for span in spans.values() if span != WHOLE]
@@ -414,6 +420,8 @@ class QuantizedArray(ImplicitArray):
         sharding: Any = getattr(self.codes, "sharding", None)
         if not hasattr(sharding, "spec"):
             return None
+        if self.transposed and len(self.codes.shape) < 2:
+            return None  # `shape` says what is wrong
         spec = (*sharding.spec, *[None] * (len(self.codes.shape) - len(sharding.spec)))
         if self.index is not None:
             spec = (*[None] * self.index.ndim, *spec[1:])
