@@ -1,7 +1,7 @@
 // The drivers compiled for one instruction set, which the including file names in LOWBIT_ISA.
 
 #include "encode.h"
-#include "matmul_exact.h"
+#include "matmul_fast.h"
 
 namespace lowbit::LOWBIT_ISA {
 
@@ -11,7 +11,7 @@ namespace lowbit::LOWBIT_ISA {
 extern const Kernels kernels = {
     LOWBIT_TEXT(LOWBIT_ISA),  //
     matmul_exact,             //
-    nullptr,                  // matmul_fast
+    matmul_fast,              //
     nullptr,                  // take
     encode,                   //
 };
