@@ -13,6 +13,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from lowbit.ops.encode import encode
+
 from ._blocks import block_max, spread
 from ._quantized import (
     Format,
@@ -63,7 +65,11 @@ class Array8B(QuantizedArray):
 
 @partial(jax.jit, static_argnums=1)
 def _encode(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    array = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
+    return encode(_by_jax, array, spans, "int8")
+
+
+def _by_jax(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     scales = finite_or_nan(block_max(array, spans) / 127)
     # Also where the scale is 0, which the division must not meet, or NaN, which has no int8.
     usable = jnp.where(scales > 0, scales, jnp.inf)

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowbit.ops.encode import encode
+
 from ._blocks import WHOLE, block_max, pack, spread, unpack
 from ._quantized import (
     Format,
@@ -130,7 +132,13 @@ def _choose(codes: jax.Array, values: np.ndarray) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool) -> dict[str, Any]:
-    array = jax.lax.stop_gradient(array).astype(jnp.float32)
+    codes, scales = encode(_by_jax, array, spans, "nf4")
+    parts = {"codes": codes, "scales": scales, "group_absmax": None, "offset": None}
+    return parts | (_encode_scales(scales) if double_quant else {})
+
+
+def _by_jax(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    array = array.astype(jnp.float32)
     scales = finite_or_nan(block_max(array, spans))
     # The reciprocal of a very large scale would be no normal float. A power of two changes no bit.
     shrink = jnp.where(scales > 1e30, np.float32(2.0**-20), 1)
@@ -139,8 +147,7 @@ def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool) -> dic
     # The nearest level: how many of the midpoints lie below. On a midpoint, the lower.
     midpoints = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
     codes = functools.reduce(jnp.add, [(relative > m).astype(jnp.uint8) for m in midpoints])
-    parts = {"codes": pack(codes, 2), "scales": scales, "group_absmax": None, "offset": None}
-    return parts | (_encode_scales(scales) if double_quant else {})
+    return pack(codes, 2), scales
 
 
 def _encode_scales(scales: jax.Array) -> dict[str, jax.Array]:

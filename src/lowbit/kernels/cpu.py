@@ -61,7 +61,7 @@ def instruction_set() -> str | None:
 # --- the product
 
 
-def fits(x: jax.Array, w: QuantizedArray, *, contract: int, dtype: Any, **params: Any) -> bool:
+def matmul_fits(x: jax.Array, w: QuantizedArray, *, contract: int, dtype: Any, **params: Any) -> bool:
     """Whether the library has this product: its format, and matrices that do not share scales."""
     return (
         w.decoder is not None
@@ -249,9 +249,62 @@ def _layer_numbers(w: QuantizedArray) -> jax.Array:
     return (chosen.reshape(-1, 1) * own.size + own).reshape(-1)
 
 
+# --- rows, and quantizing: on one device; over several, JAX cuts the reference program
+
+
+def take_fits(w: QuantizedArray, rows: jax.Array) -> bool:
+    return w.decoder is not None and w.dtype in _FLOATS and jax.device_count() == 1
+
+
+def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
+    """The rows of a matrix as stored, for row numbers of shape (..., 1)."""
+    codes, scales = w.codes[None], _scale_operands(lax.stop_gradient(w), 1)
+    y = jax.ffi.ffi_call(
+        "lowbit_take",
+        jax.ShapeDtypeStruct((rows.size, w.stored_shape[-1]), w.dtype),
+        vmap_method="sequential",
+    )(
+        rows.reshape(rows.size).astype(jnp.int32),
+        codes,
+        *scales,
+        lax.full((1,), 0, jnp.int32),
+        format=w.decoder,
+        columns=np.int64(w.stored_shape[-1]),
+        row_span=np.int64(span_of(w.spans, -2)),
+        col_span=np.int64(span_of(w.spans, -1)),
+    )
+    return y.reshape(*rows.shape[:-1], y.shape[-1])
+
+
+def encode_fits(array: jax.Array, *, spans: tuple[int, ...], **params: Any) -> bool:
+    return array.dtype in _FLOATS and all(span == 1 for span in spans[:-2]) and jax.device_count() == 1
+
+
+def encode(array: jax.Array, *, spans: tuple[int, ...], format: str, like: Any) -> Any:
+    """The codes and scales that the format's own program gives, bit for bit."""
+    matrices = math.prod(array.shape[:-2])
+
+    def stacked(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (matrices, *(1,) * (2 - len(shape)), *shape[-2:])
+
+    parts = jax.ffi.ffi_call(
+        "lowbit_encode",
+        [jax.ShapeDtypeStruct(stacked(part.shape), part.dtype) for part in like],
+        vmap_method="sequential",
+    )(
+        array.reshape(stacked(array.shape)),
+        format=format,
+        row_span=np.int64(span_of(spans, -2)),
+        col_span=np.int64(span_of(spans, -1)),
+    )
+    return type(like)(part.reshape(known.shape) for part, known in zip(parts, like, strict=True))
+
+
 def register(folders: Sequence[str]) -> None:
     """Load the library from one of the folders, and add its kernels to the table."""
     global _library
     _library = _load(folders)
     if _library is not None:
-        register_kernel("matmul", "cpu", matmul, fits)
+        register_kernel("matmul", "cpu", matmul, matmul_fits)
+        register_kernel("take", "cpu", take, take_fits)
+        register_kernel("encode", "cpu", encode, encode_fits)

@@ -12,14 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from lowbit.formats._quantized import QuantizedArray
 from lowbit.kernels import reference
-from lowbit.kernels._table import compute, find_kernels, use_kernel
+from lowbit.kernels._table import compute, use_kernel
 from lowbit.runtime._compat import match_varying
+
+from .choice import first, run
 
 matmul_p = Primitive("lowbit_matmul")
 
@@ -44,26 +45,17 @@ def matmul(
     parts, tree = jax.tree.flatten(w)
     operands = match_varying([x, *parts])
     # The nearest to the call decides: the call itself, the setting around it, the array.
-    kernel = _first(kernel, use_kernel.value, w.use_kernel)
-    arithmetic = _first(arithmetic, compute.value, w.compute)
+    fused: bool = first(kernel, use_kernel.value, w.use_kernel)
+    arithmetic = first(arithmetic, compute.value, w.compute)
     params = {"contract": contract, "dtype": dtype, "precision": precision, "out_sharding": out_sharding}
 
     def program(x: jax.Array, *parts: jax.Array) -> jax.Array:
         w = jax.tree.unflatten(tree, parts)
-        default = partial(reference.matmul, **params)
-        how = {**params, "arithmetic": arithmetic}
-        kernels = find_kernels("matmul", x, w, **how) if kernel else {}
-        if not kernels:
-            return default(x, w)
-        return lax.platform_dependent(x, w, default=default, **{p: partial(k, **how) for p, k in kernels.items()})
+        return run("matmul", partial(reference.matmul, **params), x, w, kernel=fused, arithmetic=arithmetic, **params)
 
     return matmul_p.bind(
-        *operands, tree=tree, program=jax.make_jaxpr(program)(*operands), kernel=kernel, arithmetic=arithmetic, **params
+        *operands, tree=tree, program=jax.make_jaxpr(program)(*operands), kernel=fused, arithmetic=arithmetic, **params
     )
-
-
-def _first(*choices: Any) -> Any:
-    return next(choice for choice in choices if choice is not None)
 
 
 @matmul_p.def_abstract_eval

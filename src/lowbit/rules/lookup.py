@@ -8,6 +8,7 @@ from jax import lax
 
 from lowbit.formats._blocks import WHOLE, axis_slice, repeated, span_of
 from lowbit.formats._quantized import QuantizedArray
+from lowbit.ops.take import take
 from lowbit.runtime import register
 
 from .structural import alike, full_spans, is_packed, untransposed
@@ -69,27 +70,31 @@ def _(
         start_indices_batching_dims=dims.start_indices_batching_dims,
     )
     last = jnp.asarray([shape[a] - sizes[a] for a in looked_up], indices.dtype)
-    inside = jnp.clip(indices, 0, last)
 
-    def rows(part: jax.Array, spans: list[int]) -> jax.Array:
+    def decoded(w: QuantizedArray, inside: jax.Array) -> jax.Array:
+        scales = rows(lax.stop_gradient(w.scale_values()), spans["scales"], inside)
+        for a in kept:
+            span = spans["scales"][a]
+            if span > 1 and sizes[a] == shape[a]:
+                scales = repeated(scales, place[a] - scales.ndim, span, shape[a])
+        codes = [rows(getattr(w, name), spans[name], inside) for name in w.packing]
+        if ndim - 1 in place:  # codes unpack along the last axis
+            at = place[ndim - 1]
+            values = w.levels(*(jnp.moveaxis(part, at, -1) for part in codes))
+            values = jnp.moveaxis(axis_slice(values, -1, 0, sizes[-1]), -1, at)
+        else:
+            values = w.levels(*codes)
+        return (values * scales).astype(w.dtype)
+
+    def rows(part: jax.Array, spans: list[int], inside: jax.Array) -> jax.Array:
         step = jnp.asarray([spans[a] if spans[a] != WHOLE else shape[a] for a in looked_up], indices.dtype)
         counts = [part.shape[a] if sizes[a] == shape[a] or spans[a] == WHOLE else sizes[a] for a in range(ndim)]
         # A whole axis starts at 0 whatever its span.
         return lax.gather(part, inside // jnp.maximum(step, 1), stored_dims, counts, mode="promise_in_bounds")
 
-    scales = rows(lax.stop_gradient(w.scale_values()), spans["scales"])
-    for a in kept:
-        span = spans["scales"][a]
-        if span > 1 and sizes[a] == shape[a]:
-            scales = repeated(scales, place[a] - scales.ndim, span, shape[a])
-    codes = [rows(getattr(w, name), spans[name]) for name in w.packing]
-    if ndim - 1 in place:  # codes unpack along the last axis
-        at = place[ndim - 1]
-        values = w.levels(*(jnp.moveaxis(part, at, -1) for part in codes))
-        values = jnp.moveaxis(axis_slice(values, -1, 0, sizes[-1]), -1, at)
-    else:
-        values = w.levels(*codes)
-    y = (values * scales).astype(w.dtype)
+    inside = jnp.clip(indices, 0, last)
+    whole_rows = ndim == 2 and looked_up == [0] and kept == [1] and dims.offset_dims == (indices.ndim - 1,)
+    y = take(decoded, w, inside) if whole_rows else decoded(w, inside)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         outside = jnp.any((indices < 0) | (indices > last), axis=-1)
         batch = [a for a in range(y.ndim) if a not in dims.offset_dims]

@@ -1,0 +1,90 @@
+"""Products with quantized weights beside the plain float32 product of JAX, in turns, on weights that no cache holds.
+
+    python benchmarks/matmul.py                        contract the first axis, scales along it: the table of the docs
+    python benchmarks/matmul.py --case last-along      x @ w.T, as in gradients, tied heads and torch-shaped weights
+    python benchmarks/matmul.py --peers                beside other libraries, where they are installed
+    python benchmarks/matmul.py --save NAME            also to benchmarks/results/NAME.json
+
+Each time is the least of all repeats. One repeat calls every kind once, so that noise meets all alike. GB/s counts the
+stored weight, read once.
+"""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import measure
+
+import lowbit
+from lowbit import QuantizationConfig
+
+FORMATS = ("nf4", "int8", "ternary", "binary")
+# The stored axis that is contracted, and the axis along which scales are shared.
+CASES = {
+    "first-along": (-2, -2),
+    "last-along": (-1, -1),
+    "first-across": (-2, -1),
+    "last-across": (-1, -2),
+}
+
+
+def product(contract: int) -> Any:
+    return jax.jit((lambda x, w: x @ w) if contract == -2 else (lambda x, w: x @ w.T))
+
+
+def copies(w: Any, total: int) -> list[Any]:
+    """The same weight in as many places of memory as fill `total` bytes."""
+    n = max(2, -(-total // w.nbytes))
+    return [jax.tree.map(partial(jnp.array, copy=True), w) for _ in range(n)]
+
+
+def kinds(shape: tuple[int, int], m: int, case: str, args: Any) -> dict[str, tuple[list[Any], int]]:
+    """Name -> the calls to time, each on another copy of the weight, and the bytes of one."""
+    contract, along = CASES[case]
+    k, n = shape
+    w = jax.random.normal(jax.random.key(0), (k, n) if contract == -2 else (n, k)) / k**0.5
+    x = jax.random.normal(jax.random.key(1), (m, k))
+    times = product(contract)
+
+    def calls(weight: Any) -> tuple[list[Any], int]:
+        return [partial(times, x, copy) for copy in copies(weight, args.bytes)], weight.nbytes
+
+    found = {"JAX float32": calls(w)}
+    for format, arithmetic in itertools.product(args.formats, args.compute):
+        if arithmetic == "fast" and case not in ("first-along", "last-along"):
+            continue  # runs as exact
+        config = QuantizationConfig(format, axis=along, compute=arithmetic)
+        found[f"{format} {arithmetic}"] = calls(lowbit.quantize(w, config))
+    if args.peers and case == "first-along":
+        import peers
+
+        for name, (run, nbytes) in peers.products(w, x, args.bytes).items():
+            found[name] = (run, nbytes)
+    return found
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--shapes", default="4096x4096,4096x11008,2048x8192")
+    parser.add_argument("--rows", default="1,4,16,64,256", help="M, the rows of x")
+    parser.add_argument("--case", default="first-along", choices=CASES)
+    parser.add_argument("--formats", default=FORMATS, type=lambda text: text.split(","))
+    parser.add_argument("--compute", default=("exact", "fast"), type=lambda text: text.split(","))
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--bytes", type=int, default=192 << 20, help="of weights to rotate over")
+    args = parser.parse_args()
+    report = measure.Report(args, ["K x N", "M", "product", "us", "GB/s", "x JAX float32"])
+    for shape, m in itertools.product(args.shapes.split(","), map(int, args.rows.split(","))):
+        k, n = map(int, shape.split("x"))
+        runs = kinds((k, n), m, args.case, args)
+        best = measure.least({name: calls for name, (calls, _) in runs.items()}, args.repeat)
+        for name, seconds in best.items():
+            nbytes = runs[name][1]
+            report.row(shape, m, name, 1e6 * seconds, nbytes / seconds / 1e9, best["JAX float32"] / seconds)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

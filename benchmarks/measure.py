@@ -1,0 +1,91 @@
+"""What the benchmarks share: repeats in turns, a table, and a file that says where its numbers come from."""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lowbit.kernels import cpu
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--repeat", type=int, default=30)
+    made.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    return made
+
+
+def least(calls: dict[str, Sequence[Callable[[], Any]]], repeat: int) -> dict[str, float]:
+    """The least time of each, in seconds, over repeats in which every one has a turn."""
+    best = dict.fromkeys(calls, float("inf"))
+    for runs in calls.values():
+        for run in runs[:2]:
+            jax.block_until_ready(run())
+    for i in range(repeat):
+        for name, runs in calls.items():
+            run = runs[i % len(runs)]
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def machine() -> dict[str, Any]:
+    names = (
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    )
+    packages = ("jax", "numpy", "onnxruntime", "openvino")
+    versions = {name: metadata.version(name) for name in packages if _installed(name)}
+    return {
+        "processor": next(names, platform.processor()),
+        "cores": os.cpu_count(),
+        "instruction set of lowbit": cpu.instruction_set(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+class Report:
+    """Rows, printed as they come and kept for a file."""
+
+    def __init__(self, args: argparse.Namespace, columns: Sequence[str]):
+        self.name, self.columns, self.rows = args.save, list(columns), []
+        self.command = " ".join(["python", *(os.path.relpath(sys.argv[0]), *sys.argv[1:])])
+        print(" | ".join(f"{name:>24}" if i == 2 else f"{name:>10}" for i, name in enumerate(columns)), flush=True)
+
+    def row(self, *values: Any) -> None:
+        self.rows.append([round(v, 4) if isinstance(v, float) else v for v in values])
+        shown = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in values)
+        print(" | ".join(f"{v:>24}" if i == 2 else f"{v:>10}" for i, v in enumerate(shown)), flush=True)
+
+    def save(self) -> None:
+        if not self.name:
+            return
+        RESULTS.mkdir(exist_ok=True)
+        found = {
+            "command": self.command,
+            "date": datetime.date.today().isoformat(),
+            "machine": machine(),
+            "columns": self.columns,
+            "rows": self.rows,
+        }
+        (RESULTS / f"{self.name}.json").write_text(json.dumps(found, indent=1) + "\n")
