@@ -8,7 +8,7 @@ JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all sanitize docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/python -m lowbit.demo
@@ -37,10 +37,18 @@ package: $(VENV)/test
 	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))))"
 
 # Everything slow goes here as it comes.
-test-all: test
+test-all: test sanitize
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
 # The API reference, from the docstrings: build/docs/index.html
+# The kernel tests on a library that checks every address and every undefined step; clang or gcc.
+sanitize: $(VENV)/test
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/sanitize \
+	  -C cmake.define.LOWBIT_SANITIZE=ON -C build-dir=build/sanitize-objects .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python -m pytest -q tests/test_native.py
+
 docs: $(VENV)/test
 	$(VENV)/bin/python docs/reference.py build/docs
 

@@ -132,6 +132,8 @@ def _onnxruntime(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
 
 
 def _openvino(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
+    # Importing OpenVINO reports its use to its makers, from a fork of this process, which JAX's threads do not survive.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino as ov
     from openvino import opset13 as op
 
@@ -168,8 +170,8 @@ def _openvino(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
 
             return run
 
-        constants = core.compile_model(model, "CPU", settings).get_runtime_model().get_ops()
-        if name not in (str(node.get_rt_info()["runtimePrecision"].value) for node in constants):
+        nodes = core.compile_model(model, "CPU", settings).get_runtime_model().get_ops()
+        if name not in {node.get_rt_info()["runtimePrecision"].astype(str) for node in nodes}:
             _say(f"peers: without OpenVINO {name}, which is decoded to float before the first call on this processor")
             continue
         calls = _copies(copy, stored, total)

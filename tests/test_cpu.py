@@ -1,0 +1,161 @@
+"""The native CPU kernels as the library uses them. Their own arithmetic is tested in test_native.py."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Layout, assert_close
+
+import lowbit
+from lowbit import implicit
+from lowbit.kernels import _table, cpu, reference
+
+native = pytest.mark.skipif(
+    cpu.instruction_set() is None, reason="installed without a C++ compiler, or LOWBIT_NATIVE=0"
+)
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess:
+    """A process of its own, with one device."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LOWBIT_ISA")}
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    return subprocess.run(command, env=clean | env, capture_output=True, text=True)
+
+
+def test_the_library_is_there_where_it_can_be_built() -> None:
+    if os.environ.get("LOWBIT_NATIVE") != "0" and platform.machine() == "x86_64" and shutil.which("c++"):
+        assert cpu.instruction_set() is not None
+
+
+def test_a_missing_library_is_said_once_and_does_no_harm(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("LOWBIT_NATIVE", raising=False)
+    with pytest.warns(RuntimeWarning, match=r"without its native CPU kernels.*C\+\+ compiler.*LOWBIT_NATIVE=0"):
+        assert cpu._load([str(tmp_path)]) is None
+    monkeypatch.setenv("LOWBIT_NATIVE", "0")
+    assert cpu._load([str(tmp_path)]) is None  # not a word
+
+
+def test_the_environment_decides() -> None:
+    code = """
+        import jax.numpy as jnp, lowbit
+        from lowbit.kernels import cpu
+        y = jnp.ones((2, 64)) @ lowbit.quantize(jnp.ones((64, 4)))
+        print(lowbit.is_kernel_available(), cpu.instruction_set(), y[0, 0])
+    """
+    assert run(code, LOWBIT_NATIVE="0").stdout.split() == ["False", "None", "64.0"]
+    if cpu.instruction_set():
+        assert run(code, LOWBIT_ISA="generic").stdout.split() == ["True", "generic", "64.0"]
+        wrong = run(code, LOWBIT_ISA="sse9")
+        assert wrong.returncode and "LOWBIT_ISA=sse9 must be generic, avx2 or avx512" in wrong.stderr
+
+
+@native
+def test_products_are_calls_and_no_dense_weight(any_layout: Layout) -> None:
+    k, n = 256, 512
+    x, q = jnp.ones((8, k)), any_layout.quantize(jax.random.normal(jax.random.key(0), (k, n)))
+    for program in (jax.jit(lambda x, q: x @ q), jax.jit(jax.grad(lambda x, q: jnp.sin(x @ q).sum()))):
+        compiled = program.lower(x, q).compile()
+        assert 'custom_call_target="lowbit_matmul"' in compiled.as_text()
+        assert not any(f"{dtype}[{k},{n}]" in compiled.as_text() for dtype in ("f32", "bf16", "f16"))
+        assert compiled.memory_analysis().temp_size_in_bytes < q.size
+
+
+@native
+def test_a_scanned_stack_of_layers_has_no_temporary_of_the_size_of_one() -> None:
+    layers, width = 12, 256
+    keys = jax.random.split(jax.random.key(0), 2)
+    config = lowbit.QuantizationConfig("nf4", axis=-2)
+    up, down = (lowbit.quantize(jax.random.normal(key, (layers, width, width)) / 16, config) for key in keys)
+
+    def model(x, up, down):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+        return jax.lax.scan(layer, x, (up, down))[0]
+
+    x = jnp.ones((4, width))
+    compiled = jax.jit(implicit(model)).lower(x, up, down).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < up.nbytes // layers
+    assert_close(compiled(x, up, down), jax.jit(model)(x, up.materialize(), down.materialize()))
+
+
+# Relative root mean square errors, as documented in docs/formats.md.
+FAST = {"int8": 0.01, "nf4": 0.011, "ternary": 0.01, "binary": 0.01}
+
+
+@native
+@pytest.mark.parametrize("format", FAST)
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_fast_products_are_near(format: str, axis: int) -> None:
+    w = (
+        jax.random.normal(jax.random.key(0), (1024, 320))
+        if axis == -2
+        else jax.random.normal(jax.random.key(0), (320, 1024))
+    )
+    x = jax.random.normal(jax.random.key(1), (24, 1024))
+    q = lowbit.quantize(w, lowbit.QuantizationConfig(format, axis=axis, compute="fast"))
+    q = q if axis == -2 else q.T
+    want = np.asarray(x, np.float64) @ np.asarray(q.materialize(), np.float64)
+    error = np.linalg.norm(np.asarray(x @ q) - want) / np.linalg.norm(want)
+    assert 1e-4 < error < FAST[format]
+    with lowbit.compute("exact"):
+        assert np.linalg.norm(np.asarray(x @ q) - want) / np.linalg.norm(want) < 1e-6
+    # Gradients are exact.
+    grad, dense = (jax.grad(lambda x, w: (x @ w).sum())(x, w) for w in (q, q.materialize()))
+    assert_close(grad, dense)
+
+
+@native
+def test_on_one_device_rows_and_codes_come_from_the_library() -> None:
+    code = """
+        import jax, jax.numpy as jnp, numpy as np, lowbit
+        assert jax.device_count() == 1 and lowbit.is_kernel_available()
+        w = jax.random.normal(jax.random.key(0), (192, 200))
+        ids = jnp.array([[3, 191, 0], [5, 5, -1]])
+        for format in lowbit.FORMATS:
+            for axis in (-1, -2):
+                config = lowbit.QuantizationConfig(format, axis=axis)
+                q = lowbit.quantize(w, config)
+                with lowbit.use_kernel(False):
+                    other = lowbit.quantize(w, config)
+                for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(other), strict=True):
+                    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+                look_up = jax.jit(lambda q, ids: q[ids])
+                assert "lowbit_take" in look_up.lower(q, ids).compile().as_text()
+                np.testing.assert_array_equal(np.asarray(look_up(q, ids)), np.asarray(q.materialize()[ids]))
+                np.testing.assert_array_equal(np.asarray(jax.vmap(lambda i: q[i])(ids)), np.asarray(look_up(q, ids)))
+        assert "lowbit_encode" in jax.jit(lowbit.quantize).lower(w).compile().as_text()
+        # Scales in 8 bits are decoded inside of the product.
+        q = lowbit.ArrayNF4.quantize(w, axis=-2, double_quant=True)
+        x = jax.random.normal(jax.random.key(1), (3, 192))
+        np.testing.assert_allclose(x @ q, x @ q.materialize(), atol=1e-4)
+        np.testing.assert_allclose((x @ q) @ q.T, (x @ q.materialize()) @ q.materialize().T, atol=1e-2)
+        stack = jax.vmap(lambda w: lowbit.ArrayNF4.quantize(w, double_quant=True))(jnp.stack([w, 2 * w]))
+        got = lowbit.implicit(lambda x, s: jax.lax.scan(lambda c, q: (c, x @ q), 0, s)[1])(x, stack)
+        np.testing.assert_allclose(got, x @ stack.materialize(), atol=1e-4)
+        print("done")
+    """
+    done = run(code)
+    assert done.stdout.strip() == "done", done.stderr
+
+
+@native
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_activations_and_results(dtype) -> None:
+    x = jax.random.normal(jax.random.key(0), (6, 128)).astype(dtype)
+    w = (jax.random.normal(jax.random.key(1), (128, 72)) / 8).astype(dtype)
+    for format in lowbit.FORMATS:
+        q = lowbit.quantize(w, lowbit.QuantizationConfig(format, axis=-2))
+        assert q.dtype == dtype
+        y = x @ q
+        exact = reference.matmul(x, q, contract=-2, dtype=jnp.float32, precision=None, out_sharding=None)
+        assert y.dtype == dtype
+        assert_close(y, exact.astype(dtype), 2 * float(jnp.finfo(dtype).eps))
+    assert {"matmul", "take", "encode"} <= set(_table._kernels)
