@@ -124,7 +124,7 @@ def _onnxruntime(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
         return calls
 
     nbits = {"K": k, "N": n, "bits": 4, "block_size": BLOCK, "accuracy_level": 4}  # 4: activations in int8
-    # DynamicQuantizeLinear + MatMulInteger + Mul takes as long as DynamicQuantizeMatMul: it is fused into that.
+    # DynamicQuantizeLinear + MatMulInteger + Cast + Mul took as long as DynamicQuantizeMatMul, which is one node.
     return {
         "onnxruntime 4-bit int8": product("onnxruntime 4-bit", _uint4(w), "MatMulNBits", **nbits),
         "onnxruntime int8 int8": product("onnxruntime int8", _int8(w), "DynamicQuantizeMatMul"),
@@ -132,7 +132,7 @@ def _onnxruntime(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
 
 
 def _openvino(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
-    # Importing OpenVINO reports its use to its makers, from a fork of this process, which JAX's threads do not survive.
+    # Importing OpenVINO would report its use over the network, from a fork, which is not safe beside JAX's threads.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino as ov
     from openvino import opset13 as op
@@ -156,7 +156,7 @@ def _openvino(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
             "INFERENCE_NUM_THREADS": THREADS,
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
-            "ENABLE_CPU_PINNING": False,  # a pinned thread waits for its core while the other one is free
+            "ENABLE_CPU_PINNING": False,  # the others' threads are not pinned either
         }
 
         def copy(model: Any = model, settings: Any = settings) -> Callable[[], np.ndarray]:
@@ -176,6 +176,6 @@ def _openvino(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
             continue
         calls = _copies(copy, stored, total)
         error = _measured(f"OpenVINO {name}", calls, x, coded[2], bound=5e-2 if dynamic else 1e-3)
-        # Activations are quantized only where the processor has instructions for it, whatever the setting asks.
+        # The setting only allows int8 activations: with plain AVX2 they stay float32. The error says which it was.
         found[f"OpenVINO {name} {'int8' if error > 1e-4 else 'exact'}"] = calls
     return found

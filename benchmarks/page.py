@@ -1,0 +1,93 @@
+"""The tables and the figure of docs/performance.md, from benchmarks/results.
+
+python benchmarks/page.py      needs matplotlib: pip install 'lowbit[plot]'
+"""
+
+import json
+import re
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from measure import RESULTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def origin(found: dict) -> str:
+    machine = ", ".join(
+        f"{key} {value}" if key not in ("processor",) else value for key, value in found["machine"].items()
+    )
+    return f"`{found['command']}`, {found['date']}: {machine}.\n"
+
+
+def speedups(found: dict, shape: str) -> dict[str, dict[int, float]]:
+    """product -> M -> speed-up."""
+    table: dict[str, dict[int, float]] = {}
+    for row in found["rows"]:
+        if row[0] == shape:
+            table.setdefault(row[2], {})[row[1]] = row[5]
+    return table
+
+
+def product_table(name: str, shape: str) -> str:
+    found = load(name)
+    table = speedups(found, shape)
+    rows = sorted({m for of_m in table.values() for m in of_m})
+    lines = [f"| {shape} | " + " | ".join(f"M = {m}" for m in rows) + " |", "| --- " * (len(rows) + 1) + "|"]
+    for product, of_m in table.items():
+        lines.append(f"| {product} | " + " | ".join(f"{of_m[m]:.2f}" if m in of_m else "" for m in rows) + " |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
+def plain_table(name: str) -> str:
+    found = load(name)
+    lines = ["| " + " | ".join(found["columns"]) + " |", "| --- " * len(found["columns"]) + "|"]
+    for row in found["rows"]:
+        lines.append("| " + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row) + " |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
+def figure(name: str, shape: str, path: Path) -> None:
+    table = speedups(load(name), shape)
+    ours = [p for p in table if p.split()[0] in ("nf4", "int8", "ternary", "binary")]
+    peers = {p: of_m for p, of_m in table.items() if p not in ours and p != "JAX float32"}
+    plt.rcParams["svg.hashsalt"] = "lowbit"
+    fig, axes = plt.subplots(1, 4, figsize=(13, 3.4), sharey=True, layout="constrained")
+    for axis, format in zip(axes, ("nf4", "int8", "ternary", "binary"), strict=True):
+        for arithmetic, style in (("exact", "o-"), ("fast", "s--")):
+            of_m = table.get(f"{format} {arithmetic}", {})
+            axis.plot(list(of_m), list(of_m.values()), style, label=f"lowbit {arithmetic}")
+        if peers:
+            best = {m: max(of_m.get(m, 0) for of_m in peers.values()) for m in next(iter(peers.values()))}
+            axis.plot(list(best), list(best.values()), ":", color="grey", label="best of the other libraries")
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(title=format, xlabel="rows of x", xscale="log", yscale="log")
+        axis.set_xticks(list(of_m), [str(m) for m in of_m])
+    axes[0].set_ylabel("times the speed of JAX float32")
+    axes[0].legend(fontsize=8)
+    fig.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    text = PAGE.read_text()
+    for kind, name, shape in re.findall(r"<!-- (\w+) ([\w-]+) ?(\S*) -->", text):
+        if kind == "figure":
+            figure(name, shape, PAGE.parent / "performance.svg")
+            continue
+        made = product_table(name, shape) if kind == "products" else plain_table(name)
+        start = f"<!-- {kind} {name}{' ' + shape if shape else ''} -->\n"
+        before, rest = text.split(start, 1)
+        after = rest.split("<!-- end -->\n", 1)[1]
+        text = f"{before}{start}{made}<!-- end -->\n{after}"
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
