@@ -7,14 +7,15 @@ from typing import Any
 import jax
 from jax import lax
 
-from lowbit.kernels._table import use_kernel
+from lowbit.kernels._table import find_kernels, use_kernel
 
-from .choice import first, run
+from .choice import by_platform, first
 
 
 def encode(reference: Callable[..., Any], array: jax.Array, spans: tuple[int, ...], format: str) -> Any:
     """`reference(array, spans)`, the codes and scales, by a kernel that gives the same bits where there is one."""
-    default = partial(reference, spans=spans)
-    like = jax.eval_shape(default, array)
-    kernel = first(use_kernel.value, True)
-    return run("encode", default, lax.stop_gradient(array), kernel=kernel, spans=spans, format=format, like=like)
+    array = lax.stop_gradient(array)
+    like = jax.eval_shape(partial(reference, spans=spans), array)
+    params = {"spans": spans, "format": format, "like": like}
+    kernels = find_kernels("encode", array, **params) if first(use_kernel.value, True) else {}
+    return by_platform(kernels, lambda array, **_: reference(array, spans), array, **params)

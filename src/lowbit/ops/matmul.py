@@ -17,12 +17,13 @@ from jax.interpreters import ad, batching, mlir
 
 from lowbit.formats._quantized import QuantizedArray
 from lowbit.kernels import reference
-from lowbit.kernels._table import compute, use_kernel
+from lowbit.kernels._table import compute, find_kernels, use_kernel
 from lowbit.runtime._compat import match_varying
 
-from .choice import first, run
+from .choice import by_platform, first
 
 matmul_p = Primitive("lowbit_matmul")
+_STATIC = ("contract", "dtype", "precision", "out_sharding", "arithmetic")
 
 
 def matmul(
@@ -47,15 +48,22 @@ def matmul(
     # The nearest to the call decides: the call itself, the setting around it, the array.
     fused: bool = first(kernel, use_kernel.value, w.use_kernel)
     arithmetic = first(arithmetic, compute.value, w.compute)
-    params = {"contract": contract, "dtype": dtype, "precision": precision, "out_sharding": out_sharding}
+    params = {
+        "contract": contract,
+        "dtype": jnp.dtype(dtype),
+        "precision": precision,
+        "out_sharding": out_sharding,
+        "arithmetic": arithmetic,
+    }
+    kernels = find_kernels("matmul", x, w, **params) if fused else {}
+    program = _program.trace(*operands, tree=tree, kernels=tuple(kernels.items()), **params).jaxpr
+    return matmul_p.bind(*operands, tree=tree, program=program, kernel=fused, **params)
 
-    def program(x: jax.Array, *parts: jax.Array) -> jax.Array:
-        w = jax.tree.unflatten(tree, parts)
-        return run("matmul", partial(reference.matmul, **params), x, w, kernel=fused, arithmetic=arithmetic, **params)
 
-    return matmul_p.bind(
-        *operands, tree=tree, program=jax.make_jaxpr(program)(*operands), kernel=fused, arithmetic=arithmetic, **params
-    )
+# A compiled function remembers its traces, so a product of the same kind is not traced again.
+@partial(jax.jit, static_argnames=("tree", "kernels", *_STATIC))
+def _program(x: jax.Array, *parts: jax.Array, tree: Any, kernels: Any, **params: Any) -> jax.Array:
+    return by_platform(dict(kernels), reference.matmul, x, jax.tree.unflatten(tree, parts), **params)
 
 
 @matmul_p.def_abstract_eval
@@ -68,9 +76,7 @@ def _run_program(*operands: Any, program: ClosedJaxpr, **params: Any) -> Any:
 
 
 # Compiled once for each kind of operands; the parameters without the program say all.
-_compiled = partial(
-    jax.jit, static_argnames=("contract", "dtype", "precision", "out_sharding", "kernel", "arithmetic")
-)(matmul)
+_compiled = partial(jax.jit, static_argnames=("kernel", *_STATIC))(matmul)
 
 
 @matmul_p.def_impl

@@ -5,11 +5,12 @@ from collections.abc import Callable
 import jax
 
 from lowbit.formats._quantized import QuantizedArray
-from lowbit.kernels._table import use_kernel
+from lowbit.kernels._table import find_kernels, use_kernel
 
-from .choice import first, run
+from .choice import by_platform, first
 
 
 def take(default: Callable[..., jax.Array], w: QuantizedArray, rows: jax.Array) -> jax.Array:
     """`default(w, rows)`, the rows of a matrix as stored, by a kernel where there is one."""
-    return run("take", default, w, rows, kernel=first(use_kernel.value, w.use_kernel))
+    kernels = find_kernels("take", w, rows) if first(use_kernel.value, w.use_kernel) else {}
+    return by_platform(kernels, default, w, rows)
