@@ -175,9 +175,11 @@ LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
   first = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even), 0xd8));
   second = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(odd), 0xd8));
 }
-// The two products of signed words in each dword, added.
-LOWBIT_INLINE I pair_dots(Bytes a, I b) {
-  return reinterpret_cast<I>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+// sums[i] += the two products of signed words in dword i
+LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
+  // From intrinsics, GCC 12 gathers the products of a whole tile first and runs out of registers.
+  I products;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(w), "x"(x));
 }
 // The two products of unsigned bytes a and signed bytes b in each word, added; they must fit.
 LOWBIT_INLINE Words small_dots(Bytes a, I b) {
@@ -223,8 +225,8 @@ LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
   first = _mm_shuffle_ps(a, b, 0x88);
   second = _mm_shuffle_ps(a, b, 0xdd);
 }
-LOWBIT_INLINE I pair_dots(Bytes a, I b) {
-  return reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
+  sums += reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(w), reinterpret_cast<__m128i>(x)));
 }
 
 #endif

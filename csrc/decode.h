@@ -70,8 +70,10 @@ struct Int8Vectors : InOrder {
 
 // A look-up in a table of 16 floats looks at the low four bits of each lane only, so nothing need be masked. All
 // qwords hold the same 16 codes and each is turned to bring two of them, 8 columns apart, to the bottom of its lanes.
-struct Nf4Vectors {
-  F table = _mm512_load_ps(kNf4Levels);
+struct NibbleVectors {
+  explicit NibbleVectors(const float* levels = kNf4Levels) : table(_mm512_loadu_ps(levels)) {}
+
+  F table;
   __m512i turns = _mm512_setr_epi64(4, 0, 12, 8, 20, 16, 28, 24);
 
   LOWBIT_INLINE void decode(const uint8_t* bytes, F v[kVectors]) const {
@@ -133,15 +135,15 @@ struct Int8Vectors : InOrder {
 // There is no look-up in 16 floats, but one in 16 bytes: each of the four bytes of the floats is looked up for 32
 // codes at once, and the bytes are interleaved to floats, 14 operations for 32 columns. The high nibbles (even
 // columns) are in the lower half of each register, the low ones in the upper half.
-struct Nf4Vectors {
+struct NibbleVectors {
   __m256i planes[4];
 
-  LOWBIT_INLINE Nf4Vectors() {
+  LOWBIT_INLINE explicit NibbleVectors(const float* levels = kNf4Levels) {
     // Byte 4c + i of the levels to byte c of plane i.
     const __m128i gather = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m128i part[4];
     for (int i = 0; i < 4; ++i) {
-      part[i] = _mm_shuffle_epi8(_mm_castps_si128(_mm_load_ps(kNf4Levels + 4 * i)), gather);
+      part[i] = _mm_shuffle_epi8(_mm_castps_si128(_mm_loadu_ps(levels + 4 * i)), gather);
     }
     const __m128i low01 = _mm_unpacklo_epi32(part[0], part[1]), low23 = _mm_unpacklo_epi32(part[2], part[3]);
     const __m128i high01 = _mm_unpackhi_epi32(part[0], part[1]), high23 = _mm_unpackhi_epi32(part[2], part[3]);
@@ -209,8 +211,19 @@ struct OneByOne : InOrder {
   }
 };
 
+struct NibbleVectors : InOrder {
+  float table[16];
+
+  explicit NibbleVectors(const float* levels = kNf4Levels) { memcpy(table, levels, sizeof(table)); }
+
+  LOWBIT_INLINE void decode(const uint8_t* bytes, F v[kVectors]) const {
+    float levels[kLine];
+    for (int i = 0; i < kLine; ++i) levels[i] = table[bytes[i / 2] >> (i % 2 == 0 ? 4 : 0) & 15];
+    for (int i = 0; i < kVectors; ++i) v[i] = load(levels + i * kLanes);
+  }
+};
+
 using Int8Vectors = OneByOne<1, int8_level>;
-using Nf4Vectors = OneByOne<2, nf4_level>;
 using TernaryVectors = OneByOne<4, ternary_level>;
 using BinaryVectors = OneByOne<8, binary_level>;
 
@@ -218,8 +231,12 @@ using BinaryVectors = OneByOne<8, binary_level>;
 
 // ---- Formats
 
+// The bits of a where the mask has ones, of b elsewhere. Shifts are of 16 bits: what crosses from byte to byte is masked.
+LOWBIT_INLINE Words merge(Words a, Words b, uint16_t mask) { return (a & mask) | (b & static_cast<uint16_t>(~mask)); }
+
 struct Int8 : Int8Vectors {
   static constexpr int kPerByte = 1;
+  static constexpr int kTableRows = 0;
   static float level(uint8_t byte, int i) { return int8_level(byte, i); }
   static constexpr int kOffset = 128;
   static constexpr bool kSmall = false;
@@ -230,8 +247,9 @@ struct Int8 : Int8Vectors {
   }
 };
 
-struct Nf4 : Nf4Vectors {
+struct Nf4 : NibbleVectors {
   static constexpr int kPerByte = 2;
+  static constexpr int kTableRows = 0;
   static float level(uint8_t byte, int i) { return nf4_level(byte, i); }
   static constexpr int kOffset = 128;
   static constexpr bool kSmall = false;
@@ -242,8 +260,12 @@ struct Nf4 : Nf4Vectors {
   }
 };
 
+// kTableRows stored rows, if not 0, have four bits in each column. `regroup` brings them together as nibbles, those of
+// the earlier row in the higher bits: nibble j of plane i belongs to column kTableRows * j + kPlaneColumn[i].
 struct Ternary : TernaryVectors {
   static constexpr int kPerByte = 4;
+  static constexpr int kTableRows = kLooksUp16 ? 2 : 0;  // does not pay with more instructions
+  static constexpr int kPlaneColumn[2] = {0, 1};
   static float level(uint8_t byte, int i) { return ternary_level(byte, i); }
   static constexpr int kOffset = 1;
   static constexpr bool kSmall = true;
@@ -252,10 +274,17 @@ struct Ternary : TernaryVectors {
   LOWBIT_INLINE static Bytes bytes(Bytes codes) {
     return shift_right<6 - 2 * i>(codes) & 3;
   }
+
+  LOWBIT_INLINE static void regroup(const Words rows[2], Words planes[2]) {
+    planes[0] = merge(rows[0], rows[1] >> 2, 0xcccc);
+    planes[1] = merge(rows[0] << 2, rows[1], 0xcccc);
+  }
 };
 
 struct Binary : BinaryVectors {
   static constexpr int kPerByte = 8;
+  static constexpr int kTableRows = 4;
+  static constexpr int kPlaneColumn[4] = {0, 2, 1, 3};
   static float level(uint8_t byte, int i) { return binary_level(byte, i); }
   static constexpr int kOffset = 1;
   static constexpr bool kSmall = true;
@@ -263,6 +292,15 @@ struct Binary : BinaryVectors {
   template <int i>
   LOWBIT_INLINE static Bytes bytes(Bytes codes) {
     return shift_right<6 - i>(codes) & 2;  // twice the code
+  }
+
+  LOWBIT_INLINE static void regroup(const Words rows[4], Words planes[4]) {
+    const Words even01 = merge(rows[0], rows[1] >> 1, 0xaaaa), odd01 = merge(rows[0] << 1, rows[1], 0xaaaa);
+    const Words even23 = merge(rows[2], rows[3] >> 1, 0xaaaa), odd23 = merge(rows[2] << 1, rows[3], 0xaaaa);
+    planes[0] = merge(even01, even23 >> 2, 0xcccc);
+    planes[1] = merge(even01 << 2, even23, 0xcccc);
+    planes[2] = merge(odd01, odd23 >> 2, 0xcccc);
+    planes[3] = merge(odd01 << 2, odd23, 0xcccc);
   }
 };
 

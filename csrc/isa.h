@@ -2,6 +2,7 @@
 
 #include "encode.h"
 #include "matmul_fast.h"
+#include "take.h"
 
 namespace lowbit::LOWBIT_ISA {
 
@@ -12,7 +13,7 @@ extern const Kernels kernels = {
     LOWBIT_TEXT(LOWBIT_ISA),  //
     matmul_exact,             //
     matmul_fast,              //
-    nullptr,                  // take
+    take,                     //
     encode,                   //
 };
 

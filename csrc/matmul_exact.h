@@ -66,11 +66,14 @@ LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t colum
 
 // ---- Stream form
 
-constexpr int64_t kGroupRows = 8;  // stored rows read side by side: as many streams of memory
+// Stored rows read side by side. One row of x: few, as many streams as memory likes, all read from left to right. More
+// rows of x have more sums, which stay in registers for a whole block.
+template <int kM>
+constexpr int64_t kGroupRows = kM == 1 ? 8 : 64;
 
 // Are the scales constant along lines of a row, or along groups of rows?
 inline bool stream_fits(const Weights& w) {
-  const bool along = w.col_span == 1 && w.row_span >= kGroupRows;
+  const bool along = w.col_span == 1 && w.row_span >= 8;
   const bool across = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns);
   return along || across;
 }
@@ -91,20 +94,20 @@ LOWBIT_INLINE void add_rows(const D& decoder, const uint8_t* bytes, int64_t stri
 
 // The rows [begin, end) of the matrix times x, to sums (kM, lines * kLine).
 //
-// Whole rows are read from left to right, kGroupRows at a time: what DRAM likes best. Sums of a block of rows are
-// kept in the decoder's order until the block ends and they are scaled.
+// Sums of a block of rows are kept in the decoder's order until the block ends and they are scaled.
 template <int kM, typename D>
 void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_stride, int64_t begin, int64_t end,
                  float* sums, float* partial, float* factors) {
   const int64_t columns = w.w.columns, lines = ceil_div(columns, kLine), width = lines * kLine;
   const bool along = w.w.col_span == 1;
   const int64_t blocks = w.w.scale_cols;
+  constexpr int64_t kGroup = kGroupRows<kM>;
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = along ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
     const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, factors) : nullptr;
-    for (int64_t row = block; row < block_end; row += kGroupRows) {
-      const int64_t rows = min(kGroupRows, block_end - row);
+    for (int64_t row = block; row < block_end; row += kGroup) {
+      const int64_t rows = min(kGroup, block_end - row);
       const bool first = row == block, last = row + rows == block_end;
       const float* multiplier[kM];
       int64_t multiplier_stride = 1;
@@ -113,10 +116,10 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_st
         // The scale of a block of columns goes to x.
         multiplier_stride = blocks;
         for (int64_t r = 0; r < rows; ++r) {
-          float* row_scales = factors + kM * kGroupRows * blocks;
+          float* row_scales = factors + kM * kGroup * blocks;
           const float* s = w.scales(row + r, 0, blocks, row_scales);
           for (int m = 0; m < kM; ++m) {
-            float* out = factors + (m * kGroupRows + r) * blocks;
+            float* out = factors + (m * kGroup + r) * blocks;
             for (int64_t b = 0; b < blocks; ++b) out[b] = s[b] * x[m * x_stride + row + r];
           }
         }
@@ -124,7 +127,7 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_st
       const uint8_t* bytes = w.row(row);
       for (int64_t line = 0; line < lines; ++line) {
         if (!along) {
-          for (int m = 0; m < kM; ++m) multiplier[m] = factors + m * kGroupRows * blocks + line * kLine / w.w.col_span;
+          for (int m = 0; m < kM; ++m) multiplier[m] = factors + m * kGroup * blocks + line * kLine / w.w.col_span;
         }
         F acc[kM][kVectors];
         for (int m = 0; m < kM; ++m) {
@@ -134,7 +137,10 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_st
         }
         const int64_t offset = line * kLineBytes<D>;
         if (offset % 64 < kLineBytes<D>) {
-          for (int64_t r = 0; r < kGroupRows; ++r) prefetch(bytes + (kGroupRows + r) * w.w.row_bytes + offset);
+          // The same place in the next group, or a little further on in this one.
+          int64_t ahead = kM == 1 ? offset + kGroup * w.w.row_bytes : offset + 256;
+          if (kM > 1 && ahead >= w.w.row_bytes) ahead += (kGroup - 1) * w.w.row_bytes;
+          for (int64_t r = 0; r < rows; ++r) prefetch(bytes + r * w.w.row_bytes + ahead);
         }
         if ((line + 1) * kLine > columns) {
           for (int64_t r = 0; r < rows; ++r) {
@@ -143,8 +149,8 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_st
             for (int m = 0; m < kM; ++m) one[m] = multiplier[m] + r * multiplier_stride;
             add_rows<kM>(decoder, padded.bytes, 0, 1, one, 0, acc);
           }
-        } else if (rows == kGroupRows) {
-          add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, kGroupRows, multiplier, multiplier_stride, acc);
+        } else if (rows == kGroup) {
+          add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, kGroup, multiplier, multiplier_stride, acc);
         } else {
           add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, rows, multiplier, multiplier_stride, acc);
         }
@@ -170,25 +176,124 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_st
   }
 }
 
+// The same for one row of x and codes of one or two bits: the codes of several rows in one column are a number of four
+// bits, and all that they can add to y stands in a table of 16 sums. One look-up takes the place of kTableRows
+// multiplications. `nibbles` has room for kTableGroup rows.
+constexpr int64_t kTableGroup = 16;
+
+template <typename D>
+struct Nibbles {
+  static constexpr int64_t kBytes = sizeof(Words), kPlane = 2 * kBytes;
+  static constexpr int64_t kChunk = D::kTableRows * kPlane;  // columns that are regrouped at a time
+  static int64_t width(int64_t columns) { return round_up(columns, kChunk); }
+};
+
+// nibbles = the codes of kTableRows rows, regrouped
+template <typename D>
+LOWBIT_INLINE void regroup_rows(const uint8_t* const rows[], int64_t row_bytes, int64_t ahead, uint8_t* nibbles) {
+  constexpr int64_t kBytes = Nibbles<D>::kBytes;
+  Words codes[D::kTableRows], planes[D::kTableRows];
+  int64_t at = 0;
+  for (; at + kBytes <= row_bytes; at += kBytes) {
+    for (int r = 0; r < D::kTableRows; ++r) {
+      if (at % 64 == 0) prefetch(rows[r] + ahead + at);
+      memcpy(&codes[r], rows[r] + at, kBytes);
+    }
+    D::regroup(codes, planes);
+    memcpy(nibbles + at * D::kTableRows, planes, sizeof(planes));
+  }
+  if (at < row_bytes) {
+    memset(codes, 0, sizeof(codes));
+    for (int r = 0; r < D::kTableRows; ++r) memcpy(&codes[r], rows[r] + at, static_cast<size_t>(row_bytes - at));
+    D::regroup(codes, planes);
+    memcpy(nibbles + at * D::kTableRows, planes, sizeof(planes));
+  }
+}
+
+template <typename D>
+void stream_tables(const Matrix& w, const float* x, int64_t begin, int64_t end, float* sums, float* partial,
+                   float* scale_row, uint8_t* nibbles) {
+  using N = Nibbles<D>;
+  const int64_t columns = w.w.columns, width = N::width(columns);
+  const bool along = w.w.col_span == 1 && w.w.scale_cols == columns;
+  memset(sums, 0, static_cast<size_t>(round_up(columns, kLine)) * 4);
+  for (int64_t block = begin; block < end;) {
+    const int64_t block_end = along ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
+    for (int64_t row = block; row < block_end; row += kTableGroup) {
+      const int64_t rows = min(kTableGroup, block_end - row), tables = ceil_div(rows, D::kTableRows);
+      NibbleVectors decoders[kTableGroup / D::kTableRows];
+      for (int64_t t = 0; t < tables; ++t) {
+        const uint8_t* from[D::kTableRows];
+        float table[16] = {};
+        for (int r = 0; r < D::kTableRows; ++r) {
+          const int64_t at = row + t * D::kTableRows + r;
+          from[r] = w.row(min(at, block_end - 1));
+          if (at >= block_end) continue;
+          const float factor = along ? x[at] : x[at] * w.scale(at / w.w.row_span, 0);
+          for (int c = 0; c < 16; ++c) table[c] += factor * D::level(static_cast<uint8_t>(c << 4), r);
+        }
+        decoders[t] = NibbleVectors(table);
+        regroup_rows<D>(from, w.w.row_bytes, kTableGroup * w.w.row_bytes, nibbles + t * width / 2);
+      }
+      for (int64_t at = 0; at < width; at += kLine) {
+        F acc[kVectors];
+        for (int i = 0; i < kVectors; ++i) acc[i] = row == block ? zero() : load(partial + at + i * kLanes);
+        for (int64_t t = 0; t < tables; ++t) {
+          F v[kVectors];
+          decoders[t].decode(nibbles + (t * width + at) / 2, v);
+          for (int i = 0; i < kVectors; ++i) acc[i] += v[i];
+        }
+        for (int i = 0; i < kVectors; ++i) store(partial + at + i * kLanes, acc[i]);
+      }
+    }
+    const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, scale_row) : nullptr;
+    for (int64_t at = 0; at < width; at += kLanes) {
+      float plane[kLanes];
+      store(plane, NibbleVectors::order(load(partial + at)));
+      const int64_t in_chunk = at % N::kChunk, i = in_chunk / N::kPlane, j = in_chunk % N::kPlane;
+      const int64_t column = at - in_chunk + D::kTableRows * j + D::kPlaneColumn[i];
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int64_t c = column + D::kTableRows * lane;
+        if (c < columns) sums[c] += along ? plane[lane] * scales[c] : plane[lane];
+      }
+    }
+    block = block_end;
+  }
+}
+
 template <typename D>
 bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                    const Parallel& parallel) {
   const int64_t width = round_up(p.n, kLine);
   // Each thread has its share of the rows and sums of its own. Shares end where blocks do, if there are enough.
-  const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : kGroupRows;
-  const int64_t tasks = max(min(parallel.threads(), p.k / unit), 1);
+  const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : 64;
+  // More shares than threads, so that a thread that is held up does less.
+  const int64_t tasks = parallel.threads() == 1 ? 1 : max(min(2 * parallel.threads(), p.k / unit), 1);
   float* sums = static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(tasks * p.m * width) * 4));
   if (sums == nullptr) return false;
   bool enough_memory = true;
   parallel.each(tasks, [&](int64_t t) {
     const int64_t units = ceil_div(p.k, unit);
     const int64_t begin = units * t / tasks * unit, end = min(p.k, units * (t + 1) / tasks * unit);
-    float* partial = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.m * width) * 4));
-    const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows + 1), p.n);
+    // The tables' columns are rounded up to more than a line.
+    float* partial = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.m * width + 8 * 1024) * 4));
+    const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows<2> + 1), p.n);
     float* factors = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(factors_size) * 4));
     if (partial == nullptr || factors == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
+    }
+    if constexpr (D::kTableRows > 0) {
+      if (p.m == 1 && (p.w.col_span == 1 || p.w.scale_cols == 1)) {
+        uint8_t* nibbles = static_cast<uint8_t*>(scratch(
+            Scratch::task_sums, static_cast<size_t>(kTableGroup / D::kTableRows * Nibbles<D>::width(p.n) / 2)));
+        if (nibbles == nullptr) {
+          __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+        } else {
+          stream_tables<D>(w, x, begin, end, sums + t * width, partial, factors, nibbles);
+        }
+        return;
+      }
     }
     with_constant<kStreamRows>(p.m, [&](auto m) {
       stream_rows<m.value>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
@@ -329,23 +434,23 @@ constexpr int64_t kPanelDepth = 128;  // of k in a panel, which stays in L1
 constexpr int kTileLanes = kTileVectors * kLanes;
 
 // tile[r, :] = sum over k of a[r * a_row + k * a_step] * b[k, :]; not inlined, so that all sums stay in registers.
-template <int kRows>
+template <int kRows, int kWidth>
 __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step,
                                              const float* b, float* tile) {
-  F acc[kRows][kTileVectors];
+  F acc[kRows][kWidth];
   for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kTileVectors; ++i) acc[r][i] = zero();
+    for (int i = 0; i < kWidth; ++i) acc[r][i] = zero();
   }
   for (int64_t k = 0; k < depth; ++k) {
-    F v[kTileVectors];
-    for (int i = 0; i < kTileVectors; ++i) v[i] = load(b + k * kTileLanes + i * kLanes);
+    F v[kWidth];
+    for (int i = 0; i < kWidth; ++i) v[i] = load(b + k * kWidth * kLanes + i * kLanes);
     for (int r = 0; r < kRows; ++r) {
       const F factor = broadcast(a[r * a_row + k * a_step]);
-      for (int i = 0; i < kTileVectors; ++i) acc[r][i] = fma(v[i], factor, acc[r][i]);
+      for (int i = 0; i < kWidth; ++i) acc[r][i] = fma(v[i], factor, acc[r][i]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kTileVectors; ++i) store(tile + r * kTileLanes + i * kLanes, acc[r][i]);
+    for (int i = 0; i < kWidth; ++i) store(tile + r * kWidth * kLanes + i * kLanes, acc[r][i]);
   }
 }
 
@@ -356,12 +461,18 @@ LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, 
                                 float* out, int64_t row_step, const int64_t vector_at[kVectors]) {
   const bool whole = column + kLine <= w.w.columns;
   const int64_t offset = column / D::kPerByte;
+  const int64_t scale_col = column / w.w.col_span;
+  const bool one_scale = scale_col == (min(column + kLine, w.w.columns) - 1) / w.w.col_span;
+  int64_t scale_row = row / w.w.row_span - 1, scaled_until = row;
   F s[kVectors] = {};
-  int64_t scaled_until = row;
   for (int64_t r = row; r < row + rows; ++r) {
     if (r == scaled_until) {
-      line_scales<D>(w, r / w.w.row_span, column, s);
-      scaled_until = (r / w.w.row_span + 1) * w.w.row_span;
+      scaled_until = (++scale_row + 1) * w.w.row_span;
+      if (one_scale) {
+        for (int i = 0; i < kVectors; ++i) s[i] = broadcast(w.scale(scale_row, scale_col));
+      } else {
+        line_scales<D>(w, scale_row, column, s);
+      }
     }
     const uint8_t* bytes = w.row(r) + offset;
     F v[kVectors];
@@ -383,8 +494,8 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
   const auto tile_begin = [&](int64_t tile) { return p.m * tile / tiles; };
   float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(p.m * p.k) * 4));
   if (packed == nullptr) return false;
-  for (int64_t slab = 0; slab < p.k; slab += kPanelDepth) {
-    const int64_t depth = min(kPanelDepth, p.k - slab);
+  parallel.each(ceil_div(p.k, kPanelDepth), [&](int64_t i) {
+    const int64_t slab = i * kPanelDepth, depth = min(kPanelDepth, p.k - slab);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
       float* out = packed + slab * p.m + begin * depth;
@@ -392,9 +503,9 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
         for (int64_t k = 0; k < depth; ++k) out[k * rows + r] = x[(begin + r) * p.k + slab + k];
       }
     }
-  }
+  });
   const int64_t lines = ceil_div(p.n, kLine);
-  const int64_t tasks = min(lines, parallel.threads() * (p.m >= 16 ? 4 : 1));
+  const int64_t tasks = min(lines, parallel.threads() * (p.m >= 48 ? 4 : 2));
   parallel.each(tasks, [&](int64_t t) {
     alignas(64) float panel[kPanelDepth * kLine];
     alignas(64) float tile_sums[kTileRows * kTileLanes];
@@ -414,7 +525,7 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
             const int64_t column = line * kLine + sub * kTileLanes;
             if (column >= p.n) break;
             with_constant<kTileRows>(rows, [&](auto count) {
-              multiply_tile<count.value>(depth, a, 1, count.value, panel + sub * kPanelDepth * kTileLanes, tile_sums);
+              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, panel + sub * kPanelDepth * kTileLanes, tile_sums);
             });
             for (int64_t r = 0; r < rows; ++r) {
               for (int i = 0; i < kTileVectors; ++i) {
@@ -439,58 +550,57 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
 }
 
 // Last stored axis contracted: vectors run along the rows of x, packed as (slab, tile, k, row) with k in the decoder's
-// order, and each decoded value is broadcast.
-template <typename D>
+// order, and each decoded value is broadcast. kWidth vectors of rows of x and kRows stored rows make a tile.
+template <int kWidth, typename D>
 bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                        const Parallel& parallel) {
-  constexpr int64_t kBlock = kPanelDepth / kLine * kLine;
-  constexpr int64_t kStored = 8 * kTileRows;  // stored rows decoded at a time, 24 KB
-  const int64_t tiles = ceil_div(p.m, kTileLanes), width = tiles * kTileLanes, depth = round_up(p.k, kLine);
+  constexpr int kRows = kWidth == 1 ? 12 : kTileRows * kTileVectors / kWidth;  // as many sums as registers hold
+  constexpr int64_t kStored = 48;  // stored rows decoded at a time, 24 KB
+  constexpr int64_t kTile = kWidth * kLanes;
+  static_assert(kStored % kRows == 0 && kPanelDepth % kLine == 0, "");
+  const int64_t tiles = ceil_div(p.m, kTile), width = tiles * kTile, depth = round_up(p.k, kLine);
   float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(width * depth) * 4));
   if (packed == nullptr) return false;
-  for (int64_t slab = 0; slab < depth; slab += kBlock) {
-    const int64_t steps = min(kBlock, depth - slab);
+  parallel.each(ceil_div(depth, kPanelDepth), [&](int64_t i) {
+    const int64_t slab = i * kPanelDepth, steps = min(kPanelDepth, depth - slab);
     for (int64_t m = 0; m < width; ++m) {
-      float* out = packed + slab * width + m / kTileLanes * (steps * kTileLanes) + m % kTileLanes;
+      float* out = packed + slab * width + m / kTile * (steps * kTile) + m % kTile;
       for (int64_t k = 0; k < steps; k += kLanes) {
         float v[kLanes] = {};
         if (m < p.m && slab + k < p.k) {
           const float* from = x + m * p.k + slab + k;
           store(v, D::unorder(load(from, min(kLanes, p.k - slab - k))));
         }
-        for (int i = 0; i < kLanes; ++i) out[(k + i) * kTileLanes] = v[i];
+        for (int lane = 0; lane < kLanes; ++lane) out[(k + lane) * kTile] = v[lane];
       }
     }
-  }
+  });
   bool enough_memory = true;
-  const int64_t blocks = ceil_div(p.n, kStored);
-  parallel.each(blocks, [&](int64_t block) {
-    alignas(64) float panel[kStored * kBlock];
-    alignas(64) float tile_sums[kTileRows * kTileLanes];
+  parallel.each(ceil_div(p.n, kStored), [&](int64_t block) {
+    alignas(64) float panel[kStored * kPanelDepth];
+    alignas(64) float tile_sums[kRows * kTile];
     const int64_t row = block * kStored, rows = min(kStored, p.n - row);
     float* sums = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(kStored * width) * 4));
     if (sums == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
-    memset(sums, 0, static_cast<size_t>(rows * width) * 4);
+    memset(sums, 0, static_cast<size_t>(kStored * width) * 4);
+    if (rows < kStored) memset(panel, 0, sizeof(panel));  // tiles are multiplied whole
     const int64_t vector_at[kVectors] = {0, kLanes, 2 * kLanes, 3 * kLanes};
-    for (int64_t slab = 0; slab < depth; slab += kBlock) {
-      const int64_t steps = min(kBlock, depth - slab);
+    for (int64_t slab = 0; slab < depth; slab += kPanelDepth) {
+      const int64_t steps = min(kPanelDepth, depth - slab);
       for (int64_t k = 0; k < steps; k += kLine) {
-        decode_lines(decoder, w, row, rows, slab + k, panel + k, kBlock, vector_at);
+        decode_lines(decoder, w, row, rows, slab + k, panel + k, kPanelDepth, vector_at);
       }
       for (int64_t tile = 0; tile < tiles; ++tile) {
-        const float* b = packed + slab * width + tile * steps * kTileLanes;
-        for (int64_t r = 0; r < rows; r += kTileRows) {
-          const int64_t count = min(kTileRows, rows - r);
-          with_constant<kTileRows>(count, [&](auto tile_rows) {
-            multiply_tile<tile_rows.value>(steps, panel + r * kBlock, kBlock, 1, b, tile_sums);
-          });
-          for (int64_t i = 0; i < count; ++i) {
-            for (int v = 0; v < kTileLanes; v += kLanes) {
-              float* sum = sums + (r + i) * width + tile * kTileLanes + v;
-              store(sum, load(sum) + load(tile_sums + i * kTileLanes + v));
+        const float* b = packed + slab * width + tile * steps * kTile;
+        for (int64_t r = 0; r < rows; r += kRows) {
+          multiply_tile<kRows, kWidth>(steps, panel + r * kPanelDepth, kPanelDepth, 1, b, tile_sums);
+          for (int64_t i = 0; i < kRows; ++i) {
+            for (int64_t lane = 0; lane < kTile; lane += kLanes) {
+              float* sum = sums + (r + i) * width + tile * kTile + lane;
+              store(sum, load(sum) + load(tile_sums + i * kTile + lane));
             }
           }
         }
@@ -510,7 +620,13 @@ bool matmul_one(const D& decoder, const Matmul& p, const Matrix& w, const float*
                 const Parallel& parallel) {
   if (p.contract_last) {
     if (p.m <= kDotRows && dot_fits(p.w)) return matmul_dot(decoder, p, w, x, y, parallel);
-    return matmul_panel_last(decoder, p, w, x, y, parallel);
+    // As many vectors as leave the fewest lanes empty.
+    const int64_t vectors = ceil_div(p.m, kLanes), tiles = ceil_div(vectors, kTileVectors);
+    bool done = false;
+    with_constant<kTileVectors>(ceil_div(vectors, tiles), [&](auto width) {
+      done = matmul_panel_last<width.value>(decoder, p, w, x, y, parallel);
+    });
+    return done;
   }
   if (p.m <= kStreamRows && stream_fits(p.w)) return matmul_stream(decoder, p, w, x, y, parallel);
   return matmul_panel_first(decoder, p, w, x, y, parallel);

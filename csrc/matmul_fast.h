@@ -21,21 +21,21 @@
 namespace lowbit::LOWBIT_ISA {
 
 constexpr int64_t kWholeRow = 65536;  // 128 * 127 * this is below 2^31
-constexpr int kFastRows = 6;          // of the register tile
 constexpr int64_t kTileBytes = 64;    // of stored rows that make a tile of columns: a cache line
 
+// The register tile, and the bytes that four values of x take.
 #if defined(LOWBIT_AVX512)
 constexpr int kFastVectors = 4;
-template <bool kSmall>
-constexpr int kXBytes = 4;
+constexpr int fast_rows(bool) { return 6; }
+constexpr int x_bytes(bool) { return 4; }
 #elif defined(LOWBIT_AVX2)
 constexpr int kFastVectors = 2;
-template <bool kSmall>
-constexpr int kXBytes = kSmall ? 4 : 8;
+constexpr int fast_rows(bool small) { return small ? 6 : 4; }
+constexpr int x_bytes(bool small) { return small ? 4 : 8; }
 #else
 constexpr int kFastVectors = 2;
-template <bool kSmall>
-constexpr int kXBytes = 8;
+constexpr int fast_rows(bool) { return 4; }
+constexpr int x_bytes(bool) { return 8; }
 #endif
 constexpr int kFastColumns = kFastVectors * kLanes;
 
@@ -160,8 +160,8 @@ void quantize_row(const FastPlan& plan, bool contract_last, const float* x, int6
     scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * LevelBytes<D>::kUnit;
   }
   memset(q + k, 0, static_cast<size_t>(plan.slabs * plan.slab - k));
-  constexpr int kSize = kXBytes<LevelBytes<D>::kSmall>, kPer = D::kPerByte;
-  const int64_t tile = m / kFastRows * kFastRows, tile_rows = min(kFastRows, rows - tile), groups = plan.slab / 4;
+  constexpr int kSize = x_bytes(LevelBytes<D>::kSmall), kRows = fast_rows(LevelBytes<D>::kSmall), kPer = D::kPerByte;
+  const int64_t tile = m / kRows * kRows, tile_rows = min(kRows, rows - tile), groups = plan.slab / 4;
   for (int64_t s = 0; s < plan.slabs; ++s) {
     uint8_t* out = packed + ((s * rows + tile) * groups + m - tile) * kSize;
     const int8_t* from = q + s * plan.slab;
@@ -318,7 +318,7 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* p
       }
       for (int r = 0; r < kRows; ++r) {
         for (int v = 0; v < kFastVectors; ++v) {
-          sums[r][v] += pair_dots(reinterpret_cast<Bytes>(words[r][v]), I{} + 0x00010001);
+          add_pair_dots(sums[r][v], reinterpret_cast<Bytes>(words[r][v]), I{} + 0x00010001);
         }
       }
     }
@@ -334,7 +334,7 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* p
       }
       for (int r = 0; r < kRows; ++r) {
         const I multiplier = splat(x + r * 8 + half * 4);
-        for (int v = 0; v < kFastVectors; ++v) sums[r][v] += pair_dots(w[v], multiplier);
+        for (int v = 0; v < kFastVectors; ++v) add_pair_dots(sums[r][v], w[v], multiplier);
       }
     }
   }
@@ -395,7 +395,8 @@ bool fast_tiles(const Matmul& p, const FastPlan& plan, const Matrix& w, const Fa
   float* scales = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(blocks * columns) * 4));
   float* sums = static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>((end - begin) * columns * p.m) * 4));
   if (panel == nullptr || scales == nullptr || sums == nullptr) return false;
-  constexpr int kSize = kXBytes<LevelBytes<D>::kSmall>;
+  constexpr bool kSmall = LevelBytes<D>::kSmall;
+  constexpr int kSize = x_bytes(kSmall), kRows = fast_rows(kSmall);
   for (int64_t slab = 0; slab < plan.slabs; ++slab) {
     const int64_t k = slab * plan.slab, depth = round_up(min(plan.slab, p.k - k), plan.unit);
     for (int64_t tile = begin; tile < end; ++tile) {
@@ -411,8 +412,8 @@ bool fast_tiles(const Matmul& p, const FastPlan& plan, const Matrix& w, const Fa
         }
       }
       for (int64_t group = 0; group < columns / kFastColumns; ++group) {
-        for (int64_t m = 0; m < p.m; m += kFastRows) {
-          const int64_t rows = min(kFastRows, p.m - m);
+        for (int64_t m = 0; m < p.m; m += kRows) {
+          const int64_t rows = min(kRows, p.m - m);
           for (int64_t b = 0; b < block_count; ++b) {
             const int64_t block = slab * blocks + b, at = b * plan.block / 4;
             FastTile t;
@@ -424,7 +425,7 @@ bool fast_tiles(const Matmul& p, const FastPlan& plan, const Matrix& w, const Fa
             t.x_scales = x.scales + (kBlocked ? block : 0) * p.m + m;
             t.scales = scales + b * columns + group * kFastColumns;
             t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * p.m + m) * kFastColumns;
-            with_constant<kFastRows>(rows, [&](auto r) { fast_tile<decltype(r)::value, LevelBytes<D>::kSmall, kBlocked>(t); });
+            with_constant<kRows>(rows, [&](auto r) { fast_tile<decltype(r)::value, kSmall, kBlocked>(t); });
           }
         }
       }
@@ -482,7 +483,7 @@ template <typename D>
 bool matmul_fast_as(const Matmul& p, const Parallel& parallel) {
   FastPlan plan;
   if (!make_plan<D>(p, plan)) return false;
-  const int64_t padded = plan.slabs * plan.slab, x_size = p.m * padded / 4 * kXBytes<LevelBytes<D>::kSmall>;
+  const int64_t padded = plan.slabs * plan.slab, x_size = p.m * padded / 4 * x_bytes(LevelBytes<D>::kSmall);
   const int64_t x_scales = plan.blocks * p.m;
   uint8_t* packed = static_cast<uint8_t*>(scratch(Scratch::call_pack, static_cast<size_t>(p.batch * x_size)));
   float* scales = static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(p.batch * x_scales) * 8));

@@ -24,6 +24,7 @@ constexpr int kLanes = 16;
 constexpr int kTileVectors = 4;  // of the register tile: 6 x 4 sums, 4 vectors, 1 broadcast in 32 registers
 constexpr int kStreamRows = 4;
 constexpr int kDotRows = 4;
+constexpr bool kLooksUp16 = true;  // in one instruction
 
 LOWBIT_INLINE F zero() { return _mm512_setzero_ps(); }
 LOWBIT_INLINE F broadcast(float a) { return _mm512_set1_ps(a); }
@@ -48,8 +49,9 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
 using F = __m256;
 constexpr int kLanes = 8;
 constexpr int kTileVectors = 2;  // of the register tile: 6 x 2 sums, 2 vectors, 1 broadcast in 16 registers
-constexpr int kStreamRows = 2;
-constexpr int kDotRows = 2;
+constexpr int kStreamRows = 4;
+constexpr int kDotRows = 4;
+constexpr bool kLooksUp16 = false;
 
 LOWBIT_INLINE F zero() { return _mm256_setzero_ps(); }
 LOWBIT_INLINE F broadcast(float a) { return _mm256_set1_ps(a); }
@@ -82,6 +84,7 @@ constexpr int kLanes = 4;
 constexpr int kTileVectors = 2;
 constexpr int kStreamRows = 2;
 constexpr int kDotRows = 2;
+constexpr bool kLooksUp16 = false;
 
 LOWBIT_INLINE F zero() { return F{}; }
 LOWBIT_INLINE F broadcast(float a) { return F{a, a, a, a}; }
