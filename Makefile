@@ -13,7 +13,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 demo: $(VENV)/demo
 	$(VENV)/bin/python -m lowbit.demo
 
-# Budget on two cores: lint 1 minute, tests 9, oldest JAX 5, package 2; the first run installs for 2 more.
+# Budget on two cores: lint 1 minute, tests 9, oldest JAX 5, package 2; the first run installs and builds for 3 more.
 test: lint tests tests-oldest package
 
 lint: $(VENV)/test
@@ -27,21 +27,18 @@ tests: $(VENV)/test
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=few $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" --ignore tests/test_frameworks.py tests
 
-# sdist and wheel, and the wheel alone in an empty environment outside of the tree.
-package: $(VENV)/test
-	rm -rf dist
-	$(VENV)/bin/python -m build -q
+# The wheel alone in an empty environment outside of the tree.
+package: dist/built
 	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \
 	$(PYTHON) -m venv $$dir/venv; \
 	$$dir/venv/bin/python -m pip install -q --disable-pip-version-check dist/*.whl; \
-	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))))"
+	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))), lowbit.kernels.cpu.instruction_set())"
 
 # Everything slow goes here as it comes.
 test-all: test sanitize
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
-# The API reference, from the docstrings: build/docs/index.html
-# The kernel tests on a library that checks every address and every undefined step; clang or gcc.
+# The kernel tests on a library that checks every address and every undefined step.
 sanitize: $(VENV)/test
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/sanitize \
 	  -C cmake.define.LOWBIT_SANITIZE=ON -C build-dir=build/sanitize-objects .
@@ -49,6 +46,7 @@ sanitize: $(VENV)/test
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python -m pytest -q tests/test_native.py
 
+# The API reference, from the docstrings: build/docs/index.html
 docs: $(VENV)/test
 	$(VENV)/bin/python docs/reference.py build/docs
 
@@ -66,9 +64,16 @@ $(VENV)/test: $(SOURCES)
 	$(VENV)/bin/python $(PIP) -e '.[test,frameworks,lint]'
 	touch $@
 
-$(OLDEST)/test: $(SOURCES)
+dist/built: $(VENV)/test $(SOURCES) $(shell find src -name '*.py')
+	rm -rf dist
+	$(VENV)/bin/python -m build -q
+	touch $@
+
+# The oldest JAX has the wheel, not the tree.
+$(OLDEST)/test: dist/built
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python $(PIP) -e '.[test]' jax==0.7.2
+	wheel=$$(ls dist/*.whl); $(OLDEST)/bin/python $(PIP) "$$wheel[test]" jax==0.7.2 && \
+	$(OLDEST)/bin/python $(PIP) --no-deps --force-reinstall $$wheel
 	touch $@
 
 clean:
