@@ -26,6 +26,11 @@ LOWBIT_INLINE void with_constant(int64_t n, const Run& run) {
   run(Constant<kMax>());
 }
 
+template <typename T>
+LOWBIT_INLINE T* buffer(Scratch slot, int64_t count) {
+  return static_cast<T*>(scratch(slot, static_cast<size_t>(count) * sizeof(T)));
+}
+
 template <typename D>
 constexpr int kLineBytes = kLine / D::kPerByte;
 
@@ -43,18 +48,18 @@ struct PaddedLine {
 template <typename D>
 LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t column, F s[kVectors]) {
   const int64_t columns = min(kLine, w.w.columns - column), span = w.w.col_span;
-  float buffer[kLine] = {};
+  float held[kLine] = {};
   if (span == 1) {
-    const float* scales = w.scales(scale_row, column, columns, buffer);
-    if (columns < kLine && scales != buffer) {
-      memcpy(buffer, scales, static_cast<size_t>(columns) * 4);
-      scales = buffer;
+    const float* scales = w.scales(scale_row, column, columns, held);
+    if (columns < kLine && scales != held) {
+      memcpy(held, scales, static_cast<size_t>(columns) * 4);
+      scales = held;
     }
     for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(scales + i * kLanes));
     return;
   }
   const int64_t from = column / span, to = (column + columns - 1) / span;
-  const float* scales = w.scales(scale_row, from, to - from + 1, buffer);
+  const float* scales = w.scales(scale_row, from, to - from + 1, held);
   if (from == to) {
     for (int i = 0; i < kVectors; ++i) s[i] = broadcast(scales[0]);
     return;
@@ -269,25 +274,25 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
   const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : 64;
   // More shares than threads, so that a thread that is held up does less.
   const int64_t tasks = parallel.threads() == 1 ? 1 : max(min(2 * parallel.threads(), p.k / unit), 1);
-  float* sums = static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(tasks * p.m * width) * 4));
+  float* sums = buffer<float>(Scratch::call_sums, tasks * p.m * width);
   if (sums == nullptr) return false;
   bool enough_memory = true;
   parallel.each(tasks, [&](int64_t t) {
     const int64_t units = ceil_div(p.k, unit);
     const int64_t begin = units * t / tasks * unit, end = min(p.k, units * (t + 1) / tasks * unit);
-    // The tables' columns are rounded up to more than a line.
-    float* partial = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.m * width + 8 * 1024) * 4));
+    float* partial = buffer<float>(Scratch::task_panel, p.m * width);
     const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows<2> + 1), p.n);
-    float* factors = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(factors_size) * 4));
+    float* factors = buffer<float>(Scratch::task_scales, factors_size);
     if (partial == nullptr || factors == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
     if constexpr (D::kTableRows > 0) {
       if (p.m == 1 && (p.w.col_span == 1 || p.w.scale_cols == 1)) {
-        uint8_t* nibbles = static_cast<uint8_t*>(scratch(
-            Scratch::task_sums, static_cast<size_t>(kTableGroup / D::kTableRows * Nibbles<D>::width(p.n) / 2)));
-        if (nibbles == nullptr) {
+        const int64_t columns = Nibbles<D>::width(p.n);
+        uint8_t* nibbles = buffer<uint8_t>(Scratch::task_sums, kTableGroup / D::kTableRows * columns / 2);
+        partial = buffer<float>(Scratch::task_panel, columns);
+        if (nibbles == nullptr || partial == nullptr) {
           __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
         } else {
           stream_tables<D>(w, x, begin, end, sums + t * width, partial, factors, nibbles);
@@ -370,7 +375,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
                 const Parallel& parallel) {
   const int64_t width = round_up(p.k, kLine);
   const bool along = w.w.row_span == 1;
-  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(p.m * width) * 4));
+  float* packed = buffer<float>(Scratch::call_pack, p.m * width);
   if (packed == nullptr) return false;
   for (int64_t m = 0; m < p.m; ++m) {
     for (int64_t c = 0; c < width; c += kLanes) {
@@ -385,10 +390,9 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
   const int64_t tasks = max(min(parallel.threads() * 4, units), 1);
   parallel.each(tasks, [&](int64_t t) {
     const int64_t begin = units * t / tasks * unit, end = min(p.n, units * (t + 1) / tasks * unit);
-    float* scaled = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.m * width) * 4));
-    float* buffer = static_cast<float*>(
-        scratch(Scratch::task_scales, static_cast<size_t>(max(kDotStored * p.w.scale_cols, kLine)) * 4));
-    if (scaled == nullptr || buffer == nullptr) {
+    float* scaled = buffer<float>(Scratch::task_panel, p.m * width);
+    float* scale_rows = buffer<float>(Scratch::task_scales, max(kDotStored * p.w.scale_cols, kLine));
+    if (scaled == nullptr || scale_rows == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
@@ -414,7 +418,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
         const auto dots = [&](auto count, int64_t row) {
           const float* scales[count.value] = {};
           for (int i = 0; along && i < count.value; ++i) {
-            scales[i] = w.scales(row + i, 0, p.w.scale_cols, buffer + i * p.w.scale_cols);
+            scales[i] = w.scales(row + i, 0, p.w.scale_cols, scale_rows + i * p.w.scale_cols);
           }
           dot_rows<m.value, count.value>(decoder, w, row, operand, width, scales, y + row, p.n);
         };
@@ -455,7 +459,7 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
 }
 
 // The scaled values of a line of `rows` stored rows, in the decoder's order: vector i of row r goes to
-// out + r * row_step + i * vector_step.
+// out + r * row_step + vector_at[i].
 template <typename D>
 LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, int64_t rows, int64_t column,
                                 float* out, int64_t row_step, const int64_t vector_at[kVectors]) {
@@ -492,7 +496,7 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
                         const Parallel& parallel) {
   const int64_t tiles = ceil_div(p.m, kTileRows);
   const auto tile_begin = [&](int64_t tile) { return p.m * tile / tiles; };
-  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(p.m * p.k) * 4));
+  float* packed = buffer<float>(Scratch::call_pack, p.m * p.k);
   if (packed == nullptr) return false;
   parallel.each(ceil_div(p.k, kPanelDepth), [&](int64_t i) {
     const int64_t slab = i * kPanelDepth, depth = min(kPanelDepth, p.k - slab);
@@ -525,7 +529,8 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
             const int64_t column = line * kLine + sub * kTileLanes;
             if (column >= p.n) break;
             with_constant<kTileRows>(rows, [&](auto count) {
-              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, panel + sub * kPanelDepth * kTileLanes, tile_sums);
+              const float* b = panel + sub * kPanelDepth * kTileLanes;
+              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, b, tile_sums);
             });
             for (int64_t r = 0; r < rows; ++r) {
               for (int i = 0; i < kTileVectors; ++i) {
@@ -559,7 +564,7 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
   constexpr int64_t kTile = kWidth * kLanes;
   static_assert(kStored % kRows == 0 && kPanelDepth % kLine == 0, "");
   const int64_t tiles = ceil_div(p.m, kTile), width = tiles * kTile, depth = round_up(p.k, kLine);
-  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(width * depth) * 4));
+  float* packed = buffer<float>(Scratch::call_pack, width * depth);
   if (packed == nullptr) return false;
   parallel.each(ceil_div(depth, kPanelDepth), [&](int64_t i) {
     const int64_t slab = i * kPanelDepth, steps = min(kPanelDepth, depth - slab);
@@ -580,7 +585,7 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
     alignas(64) float panel[kStored * kPanelDepth];
     alignas(64) float tile_sums[kRows * kTile];
     const int64_t row = block * kStored, rows = min(kStored, p.n - row);
-    float* sums = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(kStored * width) * 4));
+    float* sums = buffer<float>(Scratch::task_panel, kStored * width);
     if (sums == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
@@ -639,13 +644,13 @@ inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
   const float* x = static_cast<const float*>(p.x);
   float* y = static_cast<float*>(p.y);
   if (p.x_type != Float::f32) {
-    float* wide = static_cast<float*>(scratch(Scratch::call_x, static_cast<size_t>(p.batch * x_size) * 4));
+    float* wide = buffer<float>(Scratch::call_x, p.batch * x_size);
     if (wide == nullptr) return false;
     to_f32(p.x, p.x_type, 0, p.batch * x_size, wide);
     x = wide;
   }
   if (p.y_type != Float::f32) {
-    y = static_cast<float*>(scratch(Scratch::call_y, static_cast<size_t>(p.batch * y_size) * 4));
+    y = buffer<float>(Scratch::call_y, p.batch * y_size);
     if (y == nullptr) return false;
   }
   bool enough_memory = true;
