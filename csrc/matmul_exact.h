@@ -83,98 +83,100 @@ inline bool stream_fits(const Weights& w) {
   return along || across;
 }
 
-// sums[m] += x[m, r] * levels of the stored rows r, a line of them
-template <int kM, typename D>
-LOWBIT_INLINE void add_rows(const D& decoder, const uint8_t* bytes, int64_t stride, int64_t rows,
-                            const float* const x[kM], int64_t x_stride, F sums[kM][kVectors]) {
-  for (int64_t r = 0; r < rows; ++r) {
-    F v[kVectors];
-    decoder.decode(bytes + r * stride, v);
+// What the rows of a group are multiplied by: row r of it and row m of x, in block b of the columns.
+struct Factors {
+  const float* at;
+  int64_t row_step, m_step;  // from block to block it is 1
+  int64_t block_lines;
+};
+
+// partial[m] += factor * levels of `rows` stored rows, in whole lines and in the decoder's order. kRows is their
+// number if it is a constant, else 0. Not inlined: this is the loop that must keep its tables in registers.
+template <int kM, bool kAlong, int kRows, typename D>
+__attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, int64_t row_bytes, int64_t any_rows,
+                                        int64_t lines, const Factors& factors, float* partial, int64_t width) {
+  const int64_t rows = kRows > 0 ? kRows : any_rows;
+  const int64_t row_step = kAlong ? 1 : factors.row_step, m_step = factors.m_step;
+  const float* factor = factors.at;
+  int64_t in_block = 0;
+  for (int64_t line = 0; line < lines; ++line) {
+    const int64_t offset = line * kLineBytes<D>;
+    if (offset % 64 < kLineBytes<D>) {
+      // The same place in the next group, or a little further on in this one.
+      int64_t ahead = kM == 1 ? rows * row_bytes : 256;
+      if (kM > 1 && offset + ahead >= row_bytes) ahead += (rows - 1) * row_bytes;
+      for (int64_t r = 0; r < rows; ++r) prefetch(bytes + r * row_bytes + offset + ahead);
+    }
+    F acc[kM][kVectors];
     for (int m = 0; m < kM; ++m) {
-      const F factor = broadcast(x[m][r * x_stride]);
-      for (int i = 0; i < kVectors; ++i) sums[m][i] = fma(v[i], factor, sums[m][i]);
+      for (int i = 0; i < kVectors; ++i) acc[m][i] = load(partial + m * width + line * kLine + i * kLanes);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      F v[kVectors];
+      decoder.decode(bytes + r * row_bytes + offset, v);
+      for (int m = 0; m < kM; ++m) {
+        const F f = broadcast(factor[m * m_step + r * row_step]);
+        for (int i = 0; i < kVectors; ++i) acc[m][i] = fma(v[i], f, acc[m][i]);
+      }
+    }
+    for (int m = 0; m < kM; ++m) {
+      for (int i = 0; i < kVectors; ++i) store(partial + m * width + line * kLine + i * kLanes, acc[m][i]);
+    }
+    if (!kAlong && ++in_block == factors.block_lines) {
+      in_block = 0;
+      ++factor;
     }
   }
 }
 
-// The rows [begin, end) of the matrix times x, to sums (kM, lines * kLine).
-//
-// Sums of a block of rows are kept in the decoder's order until the block ends and they are scaled.
-template <int kM, typename D>
-void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_stride, int64_t begin, int64_t end,
-                 float* sums, float* partial, float* factors) {
-  const int64_t columns = w.w.columns, lines = ceil_div(columns, kLine), width = lines * kLine;
-  const bool along = w.w.col_span == 1;
-  const int64_t blocks = w.w.scale_cols;
+// The rows [begin, end) of the matrix times x (kM, k), to sums (kM, width). Sums of a block of rows are kept in the
+// decoder's order until the block ends and they are scaled. Scales across go to the factors: `scaled` has room for them.
+template <int kM, bool kAlong, typename D>
+void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, int64_t begin, int64_t end, float* sums,
+                 float* partial, float* scaled) {
   constexpr int64_t kGroup = kGroupRows<kM>;
+  const int64_t columns = w.w.columns, row_bytes = w.w.row_bytes, blocks = w.w.scale_cols;
+  const int64_t lines = columns / kLine, rest = columns % kLine, width = round_up(columns, kLine);
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
-    const int64_t block_end = along ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
-    const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, factors) : nullptr;
+    const int64_t block_end = kAlong ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
+    memset(partial, 0, static_cast<size_t>(kM * width) * 4);
     for (int64_t row = block; row < block_end; row += kGroup) {
       const int64_t rows = min(kGroup, block_end - row);
-      const bool first = row == block, last = row + rows == block_end;
-      const float* multiplier[kM];
-      int64_t multiplier_stride = 1;
-      for (int m = 0; m < kM; ++m) multiplier[m] = x + m * x_stride + row;
-      if (!along) {
-        // The scale of a block of columns goes to x.
-        multiplier_stride = blocks;
+      Factors factors = {x + row, 1, k, 0};
+      if (!kAlong) {
         for (int64_t r = 0; r < rows; ++r) {
-          float* row_scales = factors + kM * kGroup * blocks;
-          const float* s = w.scales(row + r, 0, blocks, row_scales);
+          const float* s = w.scales(row + r, 0, blocks, scaled + kM * kGroup * blocks);
           for (int m = 0; m < kM; ++m) {
-            float* out = factors + (m * kGroup + r) * blocks;
-            for (int64_t b = 0; b < blocks; ++b) out[b] = s[b] * x[m * x_stride + row + r];
+            float* out = scaled + (m * kGroup + r) * blocks;
+            for (int64_t b = 0; b < blocks; ++b) out[b] = s[b] * x[m * k + row + r];
           }
         }
+        factors = {scaled, blocks, kGroup * blocks, ceil_div(w.w.col_span, kLine)};
       }
-      const uint8_t* bytes = w.row(row);
-      for (int64_t line = 0; line < lines; ++line) {
-        if (!along) {
-          for (int m = 0; m < kM; ++m) multiplier[m] = factors + m * kGroup * blocks + line * kLine / w.w.col_span;
+      if (rows == kGroup) {
+        add_rows<kM, kAlong, kGroup>(decoder, w.row(row), row_bytes, rows, lines, factors, partial, width);
+      } else {
+        add_rows<kM, kAlong, 0>(decoder, w.row(row), row_bytes, rows, lines, factors, partial, width);
+      }
+      if (rest > 0) {
+        // The last columns of the rows, copied where a whole line can be read.
+        uint8_t line[kGroup * kLineBytes<D>] = {};
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t from = lines * kLineBytes<D>;
+          memcpy(line + r * kLineBytes<D>, w.row(row + r) + from, static_cast<size_t>(row_bytes - from));
         }
-        F acc[kM][kVectors];
-        for (int m = 0; m < kM; ++m) {
-          for (int i = 0; i < kVectors; ++i) {
-            acc[m][i] = first ? zero() : load(partial + m * width + line * kLine + i * kLanes);
-          }
-        }
-        const int64_t offset = line * kLineBytes<D>;
-        if (offset % 64 < kLineBytes<D>) {
-          // The same place in the next group, or a little further on in this one.
-          int64_t ahead = kM == 1 ? offset + kGroup * w.w.row_bytes : offset + 256;
-          if (kM > 1 && ahead >= w.w.row_bytes) ahead += (kGroup - 1) * w.w.row_bytes;
-          for (int64_t r = 0; r < rows; ++r) prefetch(bytes + r * w.w.row_bytes + ahead);
-        }
-        if ((line + 1) * kLine > columns) {
-          for (int64_t r = 0; r < rows; ++r) {
-            const PaddedLine<D> padded(bytes + r * w.w.row_bytes + offset, columns - line * kLine);
-            const float* one[kM];
-            for (int m = 0; m < kM; ++m) one[m] = multiplier[m] + r * multiplier_stride;
-            add_rows<kM>(decoder, padded.bytes, 0, 1, one, 0, acc);
-          }
-        } else if (rows == kGroup) {
-          add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, kGroup, multiplier, multiplier_stride, acc);
-        } else {
-          add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, rows, multiplier, multiplier_stride, acc);
-        }
-        for (int i = 0; i < kVectors; ++i) {
-          const int64_t column = line * kLine + i * kLanes;
-          if (!last) {
-            for (int m = 0; m < kM; ++m) store(partial + m * width + column, acc[m][i]);
-            continue;
-          }
-          F scale = broadcast(1);
-          if (along) {
-            scale = column + kLanes <= columns ? load(scales + column)
-                                               : load(scales + column, max(columns - column, 0));
-          }
-          for (int m = 0; m < kM; ++m) {
-            float* sum = sums + m * width + column;
-            store(sum, fma(D::order(acc[m][i]), scale, load(sum)));
-          }
-        }
+        if (!kAlong) factors.at += lines * kLine / w.w.col_span;
+        add_rows<kM, kAlong, 0>(decoder, line, kLineBytes<D>, rows, 1, factors, partial + lines * kLine, width);
+      }
+    }
+    const float* scales = kAlong ? w.scales(block / w.w.row_span, 0, columns, scaled) : nullptr;
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      F scale = broadcast(1);
+      if (kAlong) scale = c + kLanes <= columns ? load(scales + c) : load(scales + c, columns - c);
+      for (int m = 0; m < kM; ++m) {
+        float* sum = sums + m * width + c;
+        store(sum, fma(D::order(load(partial + m * width + c)), scale, load(sum)));
       }
     }
     block = block_end;
@@ -301,7 +303,11 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
       }
     }
     with_constant<kStreamRows>(p.m, [&](auto m) {
-      stream_rows<m.value>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+      if (p.w.col_span == 1) {
+        stream_rows<m.value, true>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+      } else {
+        stream_rows<m.value, false>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+      }
     });
   });
   for (int64_t m = 0; m < p.m; ++m) {
