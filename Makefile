@@ -24,8 +24,10 @@ lint: $(VENV)/test
 tests: $(VENV)/test
 	$(VENV)/bin/python -m pytest -n $(JOBS)
 
+# Without what does not depend on the version: frameworks, and the kernels called raw.
 tests-oldest: $(OLDEST)/test
-	LOWBIT_TEST_LAYOUTS=few $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" --ignore tests/test_frameworks.py tests
+	LOWBIT_TEST_LAYOUTS=few $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
+	  --ignore tests/test_frameworks.py --ignore tests/test_native.py --ignore tests/test_eformer.py tests
 
 # The wheel alone in an empty environment outside of the tree.
 package: dist/built

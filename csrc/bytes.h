@@ -44,6 +44,14 @@ LOWBIT_INLINE Bytes shift_right(Bytes a) {
   if constexpr (kBits < 0) return reinterpret_cast<Bytes>(words << -kBits);
   return reinterpret_cast<Bytes>(words >> (kBits < 0 ? 0 : kBits));
 }
+#if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
+LOWBIT_INLINE int32_t largest_of_8(__m256i a) {
+  __m128i b = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+#endif
+
 // An intrinsic of two vectors, whose types differ between instruction sets and compilers.
 #define LOWBIT_BYTES_OP(name, vector, intrinsic)                                                        \
   LOWBIT_INLINE Bytes name(Bytes a, Bytes b) {                                                          \
@@ -52,7 +60,11 @@ LOWBIT_INLINE Bytes shift_right(Bytes a) {
 
 #if defined(LOWBIT_AVX512)
 
-LOWBIT_INLINE int32_t largest(I a) { return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(a)); }
+LOWBIT_INLINE int32_t largest(I a) {
+  __m256i halves[2];
+  memcpy(halves, &a, sizeof(a));
+  return largest_of_8(_mm256_max_epi32(halves[0], halves[1]));
+}
 
 // table[index] for an index below 8
 LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
@@ -114,19 +126,16 @@ LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
   sums = reinterpret_cast<I>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(w),
                                                  reinterpret_cast<__m512i>(x)));
 #else
-  // GCC 12 moves accumulators to memory and back around the intrinsic.
-  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(x));
+  // GCC 12 moves sums to memory and back around the intrinsic.
+  I added = sums;  // a copy, or the sums of a tile stay in memory
+  asm("vpdpbusd %2, %1, %0" : "+v"(added) : "v"(w), "v"(x));
+  sums = added;
 #endif
 }
 
 #elif defined(LOWBIT_AVX2)
 
-LOWBIT_INLINE int32_t largest(I a) {
-  const __m256i v = reinterpret_cast<__m256i>(a);
-  __m128i b = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
-}
+LOWBIT_INLINE int32_t largest(I a) { return largest_of_8(reinterpret_cast<__m256i>(a)); }
 
 LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
   return permute(load(table), reinterpret_cast<__m256i>(index));
@@ -178,8 +187,9 @@ LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
 // sums[i] += the two products of signed words in dword i
 LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
   // From intrinsics, GCC 12 gathers the products of a whole tile first and runs out of registers.
-  I products;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(w), "x"(x));
+  I added = sums, products;  // a copy, or the sums of a tile stay in memory
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(added), "=&x"(products) : "x"(w), "x"(x));
+  sums = added;
 }
 // The two products of unsigned bytes a and signed bytes b in each word, added; they must fit.
 LOWBIT_INLINE Words small_dots(Bytes a, I b) {

@@ -231,7 +231,7 @@ using BinaryVectors = OneByOne<8, binary_level>;
 
 // ---- Formats
 
-// The bits of a where the mask has ones, of b elsewhere. Shifts are of 16 bits: what crosses from byte to byte is masked.
+// The bits of a where the mask has ones, of b elsewhere. Shifts are of 16 bits: what crosses to another byte is masked.
 LOWBIT_INLINE Words merge(Words a, Words b, uint16_t mask) { return (a & mask) | (b & static_cast<uint16_t>(~mask)); }
 
 struct Int8 : Int8Vectors {

@@ -25,6 +25,15 @@ inline __m512i cvtps_epi32(__m512 a) {
   return _mm512_loadu_si512(to);
 }
 
+template <typename From>
+__m128i truncated_to_bytes(__m512i a) {
+  From from[64 / sizeof(From)];
+  int8_t to[16] = {};
+  memcpy(from, &a, 64);
+  for (size_t i = 0; i < 64 / sizeof(From); ++i) to[i] = static_cast<int8_t>(from[i]);
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(to));
+}
+
 inline __m512i cvtepi8_epi32(__m128i a) {
   int8_t from[16];
   int32_t to[16];
@@ -82,6 +91,8 @@ inline float reduce_add_ps(__m512 a) {
 
 #define _mm512_cvtepi32_ps lowbit::emulated::cvtepi32_ps
 #define _mm512_cvtps_epi32 lowbit::emulated::cvtps_epi32
+#define _mm512_cvtepi32_epi8 lowbit::emulated::truncated_to_bytes<int32_t>
+#define _mm512_cvtepi64_epi8 lowbit::emulated::truncated_to_bytes<int64_t>
 #define _mm512_cvtepi8_epi32 lowbit::emulated::cvtepi8_epi32
 #define _mm512_cvtph_ps lowbit::emulated::cvtph_ps
 #define _mm512_cvtps_ph(a, rounding) lowbit::emulated::cvtps_ph(a)

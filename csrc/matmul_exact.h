@@ -26,6 +26,11 @@ LOWBIT_INLINE void with_constant(int64_t n, const Run& run) {
   run(Constant<kMax>());
 }
 
+template <typename T>
+LOWBIT_INLINE T* buffer(Scratch slot, int64_t count) {
+  return static_cast<T*>(scratch(slot, static_cast<size_t>(count) * sizeof(T)));
+}
+
 template <typename D>
 constexpr int kLineBytes = kLine / D::kPerByte;
 
@@ -43,18 +48,18 @@ struct PaddedLine {
 template <typename D>
 LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t column, F s[kVectors]) {
   const int64_t columns = min(kLine, w.w.columns - column), span = w.w.col_span;
-  float buffer[kLine] = {};
+  float held[kLine] = {};
   if (span == 1) {
-    const float* scales = w.scales(scale_row, column, columns, buffer);
-    if (columns < kLine && scales != buffer) {
-      memcpy(buffer, scales, static_cast<size_t>(columns) * 4);
-      scales = buffer;
+    const float* scales = w.scales(scale_row, column, columns, held);
+    if (columns < kLine && scales != held) {
+      memcpy(held, scales, static_cast<size_t>(columns) * 4);
+      scales = held;
     }
     for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(scales + i * kLanes));
     return;
   }
   const int64_t from = column / span, to = (column + columns - 1) / span;
-  const float* scales = w.scales(scale_row, from, to - from + 1, buffer);
+  const float* scales = w.scales(scale_row, from, to - from + 1, held);
   if (from == to) {
     for (int i = 0; i < kVectors; ++i) s[i] = broadcast(scales[0]);
     return;
@@ -78,98 +83,100 @@ inline bool stream_fits(const Weights& w) {
   return along || across;
 }
 
-// sums[m] += x[m, r] * levels of the stored rows r, a line of them
-template <int kM, typename D>
-LOWBIT_INLINE void add_rows(const D& decoder, const uint8_t* bytes, int64_t stride, int64_t rows,
-                            const float* const x[kM], int64_t x_stride, F sums[kM][kVectors]) {
-  for (int64_t r = 0; r < rows; ++r) {
-    F v[kVectors];
-    decoder.decode(bytes + r * stride, v);
+// What the rows of a group are multiplied by: row r of it and row m of x, in block b of the columns.
+struct Factors {
+  const float* at;
+  int64_t row_step, m_step;  // from block to block it is 1
+  int64_t block_lines;
+};
+
+// partial[m] += factor * levels of `rows` stored rows, in whole lines and in the decoder's order. kRows is their
+// number if it is a constant, else 0. Not inlined: this is the loop that must keep its tables in registers.
+template <int kM, bool kAlong, int kRows, typename D>
+__attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, int64_t row_bytes, int64_t any_rows,
+                                        int64_t lines, const Factors& factors, float* partial, int64_t width) {
+  const int64_t rows = kRows > 0 ? kRows : any_rows;
+  const int64_t row_step = kAlong ? 1 : factors.row_step, m_step = factors.m_step;
+  const float* factor = factors.at;
+  int64_t in_block = 0;
+  for (int64_t line = 0; line < lines; ++line) {
+    const int64_t offset = line * kLineBytes<D>;
+    if (offset % 64 < kLineBytes<D>) {
+      // The same place in the next group, or a little further on in this one.
+      int64_t ahead = kM == 1 ? rows * row_bytes : 256;
+      if (kM > 1 && offset + ahead >= row_bytes) ahead += (rows - 1) * row_bytes;
+      for (int64_t r = 0; r < rows; ++r) prefetch(bytes + r * row_bytes + offset + ahead);
+    }
+    F acc[kM][kVectors];
     for (int m = 0; m < kM; ++m) {
-      const F factor = broadcast(x[m][r * x_stride]);
-      for (int i = 0; i < kVectors; ++i) sums[m][i] = fma(v[i], factor, sums[m][i]);
+      for (int i = 0; i < kVectors; ++i) acc[m][i] = load(partial + m * width + line * kLine + i * kLanes);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      F v[kVectors];
+      decoder.decode(bytes + r * row_bytes + offset, v);
+      for (int m = 0; m < kM; ++m) {
+        const F f = broadcast(factor[m * m_step + r * row_step]);
+        for (int i = 0; i < kVectors; ++i) acc[m][i] = fma(v[i], f, acc[m][i]);
+      }
+    }
+    for (int m = 0; m < kM; ++m) {
+      for (int i = 0; i < kVectors; ++i) store(partial + m * width + line * kLine + i * kLanes, acc[m][i]);
+    }
+    if (!kAlong && ++in_block == factors.block_lines) {
+      in_block = 0;
+      ++factor;
     }
   }
 }
 
-// The rows [begin, end) of the matrix times x, to sums (kM, lines * kLine).
-//
-// Sums of a block of rows are kept in the decoder's order until the block ends and they are scaled.
-template <int kM, typename D>
-void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t x_stride, int64_t begin, int64_t end,
-                 float* sums, float* partial, float* factors) {
-  const int64_t columns = w.w.columns, lines = ceil_div(columns, kLine), width = lines * kLine;
-  const bool along = w.w.col_span == 1;
-  const int64_t blocks = w.w.scale_cols;
+// The rows [begin, end) of the matrix times x (kM, k), to sums (kM, width). Sums of a block of rows are kept in the
+// decoder's order until the block ends and they are scaled. Scales across go to the factors: `scaled` has room for them.
+template <int kM, bool kAlong, typename D>
+void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, int64_t begin, int64_t end, float* sums,
+                 float* partial, float* scaled) {
   constexpr int64_t kGroup = kGroupRows<kM>;
+  const int64_t columns = w.w.columns, row_bytes = w.w.row_bytes, blocks = w.w.scale_cols;
+  const int64_t lines = columns / kLine, rest = columns % kLine, width = round_up(columns, kLine);
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
-    const int64_t block_end = along ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
-    const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, factors) : nullptr;
+    const int64_t block_end = kAlong ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
+    memset(partial, 0, static_cast<size_t>(kM * width) * 4);
     for (int64_t row = block; row < block_end; row += kGroup) {
       const int64_t rows = min(kGroup, block_end - row);
-      const bool first = row == block, last = row + rows == block_end;
-      const float* multiplier[kM];
-      int64_t multiplier_stride = 1;
-      for (int m = 0; m < kM; ++m) multiplier[m] = x + m * x_stride + row;
-      if (!along) {
-        // The scale of a block of columns goes to x.
-        multiplier_stride = blocks;
+      Factors factors = {x + row, 1, k, 0};
+      if (!kAlong) {
         for (int64_t r = 0; r < rows; ++r) {
-          float* row_scales = factors + kM * kGroup * blocks;
-          const float* s = w.scales(row + r, 0, blocks, row_scales);
+          const float* s = w.scales(row + r, 0, blocks, scaled + kM * kGroup * blocks);
           for (int m = 0; m < kM; ++m) {
-            float* out = factors + (m * kGroup + r) * blocks;
-            for (int64_t b = 0; b < blocks; ++b) out[b] = s[b] * x[m * x_stride + row + r];
+            float* out = scaled + (m * kGroup + r) * blocks;
+            for (int64_t b = 0; b < blocks; ++b) out[b] = s[b] * x[m * k + row + r];
           }
         }
+        factors = {scaled, blocks, kGroup * blocks, ceil_div(w.w.col_span, kLine)};
       }
-      const uint8_t* bytes = w.row(row);
-      for (int64_t line = 0; line < lines; ++line) {
-        if (!along) {
-          for (int m = 0; m < kM; ++m) multiplier[m] = factors + m * kGroup * blocks + line * kLine / w.w.col_span;
+      if (rows == kGroup) {
+        add_rows<kM, kAlong, kGroup>(decoder, w.row(row), row_bytes, rows, lines, factors, partial, width);
+      } else {
+        add_rows<kM, kAlong, 0>(decoder, w.row(row), row_bytes, rows, lines, factors, partial, width);
+      }
+      if (rest > 0) {
+        // The last columns of the rows, copied where a whole line can be read.
+        uint8_t line[kGroup * kLineBytes<D>] = {};
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t from = lines * kLineBytes<D>;
+          memcpy(line + r * kLineBytes<D>, w.row(row + r) + from, static_cast<size_t>(row_bytes - from));
         }
-        F acc[kM][kVectors];
-        for (int m = 0; m < kM; ++m) {
-          for (int i = 0; i < kVectors; ++i) {
-            acc[m][i] = first ? zero() : load(partial + m * width + line * kLine + i * kLanes);
-          }
-        }
-        const int64_t offset = line * kLineBytes<D>;
-        if (offset % 64 < kLineBytes<D>) {
-          // The same place in the next group, or a little further on in this one.
-          int64_t ahead = kM == 1 ? offset + kGroup * w.w.row_bytes : offset + 256;
-          if (kM > 1 && ahead >= w.w.row_bytes) ahead += (kGroup - 1) * w.w.row_bytes;
-          for (int64_t r = 0; r < rows; ++r) prefetch(bytes + r * w.w.row_bytes + ahead);
-        }
-        if ((line + 1) * kLine > columns) {
-          for (int64_t r = 0; r < rows; ++r) {
-            const PaddedLine<D> padded(bytes + r * w.w.row_bytes + offset, columns - line * kLine);
-            const float* one[kM];
-            for (int m = 0; m < kM; ++m) one[m] = multiplier[m] + r * multiplier_stride;
-            add_rows<kM>(decoder, padded.bytes, 0, 1, one, 0, acc);
-          }
-        } else if (rows == kGroup) {
-          add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, kGroup, multiplier, multiplier_stride, acc);
-        } else {
-          add_rows<kM>(decoder, bytes + offset, w.w.row_bytes, rows, multiplier, multiplier_stride, acc);
-        }
-        for (int i = 0; i < kVectors; ++i) {
-          const int64_t column = line * kLine + i * kLanes;
-          if (!last) {
-            for (int m = 0; m < kM; ++m) store(partial + m * width + column, acc[m][i]);
-            continue;
-          }
-          F scale = broadcast(1);
-          if (along) {
-            scale = column + kLanes <= columns ? load(scales + column)
-                                               : load(scales + column, max(columns - column, 0));
-          }
-          for (int m = 0; m < kM; ++m) {
-            float* sum = sums + m * width + column;
-            store(sum, fma(D::order(acc[m][i]), scale, load(sum)));
-          }
-        }
+        if (!kAlong) factors.at += lines * kLine / w.w.col_span;
+        add_rows<kM, kAlong, 0>(decoder, line, kLineBytes<D>, rows, 1, factors, partial + lines * kLine, width);
+      }
+    }
+    const float* scales = kAlong ? w.scales(block / w.w.row_span, 0, columns, scaled) : nullptr;
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      F scale = broadcast(1);
+      if (kAlong) scale = c + kLanes <= columns ? load(scales + c) : load(scales + c, columns - c);
+      for (int m = 0; m < kM; ++m) {
+        float* sum = sums + m * width + c;
+        store(sum, fma(D::order(load(partial + m * width + c)), scale, load(sum)));
       }
     }
     block = block_end;
@@ -269,25 +276,25 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
   const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : 64;
   // More shares than threads, so that a thread that is held up does less.
   const int64_t tasks = parallel.threads() == 1 ? 1 : max(min(2 * parallel.threads(), p.k / unit), 1);
-  float* sums = static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(tasks * p.m * width) * 4));
+  float* sums = buffer<float>(Scratch::call_sums, tasks * p.m * width);
   if (sums == nullptr) return false;
   bool enough_memory = true;
   parallel.each(tasks, [&](int64_t t) {
     const int64_t units = ceil_div(p.k, unit);
     const int64_t begin = units * t / tasks * unit, end = min(p.k, units * (t + 1) / tasks * unit);
-    // The tables' columns are rounded up to more than a line.
-    float* partial = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.m * width + 8 * 1024) * 4));
+    float* partial = buffer<float>(Scratch::task_panel, p.m * width);
     const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows<2> + 1), p.n);
-    float* factors = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(factors_size) * 4));
+    float* factors = buffer<float>(Scratch::task_scales, factors_size);
     if (partial == nullptr || factors == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
     if constexpr (D::kTableRows > 0) {
       if (p.m == 1 && (p.w.col_span == 1 || p.w.scale_cols == 1)) {
-        uint8_t* nibbles = static_cast<uint8_t*>(scratch(
-            Scratch::task_sums, static_cast<size_t>(kTableGroup / D::kTableRows * Nibbles<D>::width(p.n) / 2)));
-        if (nibbles == nullptr) {
+        const int64_t columns = Nibbles<D>::width(p.n);
+        uint8_t* nibbles = buffer<uint8_t>(Scratch::task_sums, kTableGroup / D::kTableRows * columns / 2);
+        partial = buffer<float>(Scratch::task_panel, columns);
+        if (nibbles == nullptr || partial == nullptr) {
           __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
         } else {
           stream_tables<D>(w, x, begin, end, sums + t * width, partial, factors, nibbles);
@@ -296,7 +303,11 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
       }
     }
     with_constant<kStreamRows>(p.m, [&](auto m) {
-      stream_rows<m.value>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+      if (p.w.col_span == 1) {
+        stream_rows<m.value, true>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+      } else {
+        stream_rows<m.value, false>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+      }
     });
   });
   for (int64_t m = 0; m < p.m; ++m) {
@@ -370,7 +381,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
                 const Parallel& parallel) {
   const int64_t width = round_up(p.k, kLine);
   const bool along = w.w.row_span == 1;
-  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(p.m * width) * 4));
+  float* packed = buffer<float>(Scratch::call_pack, p.m * width);
   if (packed == nullptr) return false;
   for (int64_t m = 0; m < p.m; ++m) {
     for (int64_t c = 0; c < width; c += kLanes) {
@@ -385,10 +396,9 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
   const int64_t tasks = max(min(parallel.threads() * 4, units), 1);
   parallel.each(tasks, [&](int64_t t) {
     const int64_t begin = units * t / tasks * unit, end = min(p.n, units * (t + 1) / tasks * unit);
-    float* scaled = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.m * width) * 4));
-    float* buffer = static_cast<float*>(
-        scratch(Scratch::task_scales, static_cast<size_t>(max(kDotStored * p.w.scale_cols, kLine)) * 4));
-    if (scaled == nullptr || buffer == nullptr) {
+    float* scaled = buffer<float>(Scratch::task_panel, p.m * width);
+    float* scale_rows = buffer<float>(Scratch::task_scales, max(kDotStored * p.w.scale_cols, kLine));
+    if (scaled == nullptr || scale_rows == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
@@ -414,7 +424,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
         const auto dots = [&](auto count, int64_t row) {
           const float* scales[count.value] = {};
           for (int i = 0; along && i < count.value; ++i) {
-            scales[i] = w.scales(row + i, 0, p.w.scale_cols, buffer + i * p.w.scale_cols);
+            scales[i] = w.scales(row + i, 0, p.w.scale_cols, scale_rows + i * p.w.scale_cols);
           }
           dot_rows<m.value, count.value>(decoder, w, row, operand, width, scales, y + row, p.n);
         };
@@ -455,7 +465,7 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
 }
 
 // The scaled values of a line of `rows` stored rows, in the decoder's order: vector i of row r goes to
-// out + r * row_step + i * vector_step.
+// out + r * row_step + vector_at[i].
 template <typename D>
 LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, int64_t rows, int64_t column,
                                 float* out, int64_t row_step, const int64_t vector_at[kVectors]) {
@@ -492,7 +502,7 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
                         const Parallel& parallel) {
   const int64_t tiles = ceil_div(p.m, kTileRows);
   const auto tile_begin = [&](int64_t tile) { return p.m * tile / tiles; };
-  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(p.m * p.k) * 4));
+  float* packed = buffer<float>(Scratch::call_pack, p.m * p.k);
   if (packed == nullptr) return false;
   parallel.each(ceil_div(p.k, kPanelDepth), [&](int64_t i) {
     const int64_t slab = i * kPanelDepth, depth = min(kPanelDepth, p.k - slab);
@@ -525,7 +535,8 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
             const int64_t column = line * kLine + sub * kTileLanes;
             if (column >= p.n) break;
             with_constant<kTileRows>(rows, [&](auto count) {
-              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, panel + sub * kPanelDepth * kTileLanes, tile_sums);
+              const float* b = panel + sub * kPanelDepth * kTileLanes;
+              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, b, tile_sums);
             });
             for (int64_t r = 0; r < rows; ++r) {
               for (int i = 0; i < kTileVectors; ++i) {
@@ -559,7 +570,7 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
   constexpr int64_t kTile = kWidth * kLanes;
   static_assert(kStored % kRows == 0 && kPanelDepth % kLine == 0, "");
   const int64_t tiles = ceil_div(p.m, kTile), width = tiles * kTile, depth = round_up(p.k, kLine);
-  float* packed = static_cast<float*>(scratch(Scratch::call_pack, static_cast<size_t>(width * depth) * 4));
+  float* packed = buffer<float>(Scratch::call_pack, width * depth);
   if (packed == nullptr) return false;
   parallel.each(ceil_div(depth, kPanelDepth), [&](int64_t i) {
     const int64_t slab = i * kPanelDepth, steps = min(kPanelDepth, depth - slab);
@@ -580,7 +591,7 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
     alignas(64) float panel[kStored * kPanelDepth];
     alignas(64) float tile_sums[kRows * kTile];
     const int64_t row = block * kStored, rows = min(kStored, p.n - row);
-    float* sums = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(kStored * width) * 4));
+    float* sums = buffer<float>(Scratch::task_panel, kStored * width);
     if (sums == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
@@ -639,13 +650,13 @@ inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
   const float* x = static_cast<const float*>(p.x);
   float* y = static_cast<float*>(p.y);
   if (p.x_type != Float::f32) {
-    float* wide = static_cast<float*>(scratch(Scratch::call_x, static_cast<size_t>(p.batch * x_size) * 4));
+    float* wide = buffer<float>(Scratch::call_x, p.batch * x_size);
     if (wide == nullptr) return false;
     to_f32(p.x, p.x_type, 0, p.batch * x_size, wide);
     x = wide;
   }
   if (p.y_type != Float::f32) {
-    y = static_cast<float*>(scratch(Scratch::call_y, static_cast<size_t>(p.batch * y_size) * 4));
+    y = buffer<float>(Scratch::call_y, p.batch * y_size);
     if (y == nullptr) return false;
   }
   bool enough_memory = true;

@@ -57,9 +57,9 @@ def test_the_environment_decides() -> None:
 
 
 @native
-def test_products_are_calls_and_no_dense_weight(any_layout: Layout) -> None:
+def test_products_are_calls_and_no_dense_weight(layout: Layout) -> None:
     k, n = 256, 512
-    x, q = jnp.ones((8, k)), any_layout.quantize(jax.random.normal(jax.random.key(0), (k, n)))
+    x, q = jnp.ones((8, k)), layout.quantize(jax.random.normal(jax.random.key(0), (k, n)))
     for program in (jax.jit(lambda x, q: x @ q), jax.jit(jax.grad(lambda x, q: jnp.sin(x @ q).sum()))):
         compiled = program.lower(x, q).compile()
         assert 'custom_call_target="lowbit_matmul"' in compiled.as_text()

@@ -80,9 +80,8 @@ class Stored:
             codes = (picks - 128).astype(np.int8)
         else:
             short = -columns % per_byte
-            fields = np.pad(picks, ((0, 0), (0, 0), (0, short))).reshape(
-                layers, rows, (columns + short) // per_byte, per_byte
-            )
+            fields = np.pad(picks, ((0, 0), (0, 0), (0, short)))
+            fields = fields.reshape(layers, rows, (columns + short) // per_byte, per_byte)
             bits = 8 // per_byte
             shifts = 8 - bits * (np.arange(per_byte) + 1)
             codes = (fields << shifts).sum(-1).astype(np.uint8)
@@ -118,13 +117,12 @@ def matmul(target, x, stored, index, contract, dtype=jnp.float32, fast=False):
 
 
 def check_matmul(
-    target, format, contract, spans, m, k, n, *, layers=1, index=(0,), x_type=None, y_type=None, **options
+    target, format, contract, spans, m, k, n, *, layers=1, index=(0,), x_type=jnp.float32, y_type=jnp.float32, **options
 ):
     rows, columns = (n, k) if contract else (k, n)
     stored = Stored(format, layers, rows, columns, *spans, **options)
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((len(index), m, k)), x_type or jnp.float32)
-    y_type = y_type or jnp.float32
+    x = jnp.asarray(rng.standard_normal((len(index), m, k)), x_type)
     y = np.asarray(matmul(target, x, stored, index, contract, y_type), np.float64)
     wide = np.asarray(x, np.float64)
     w = stored.values[np.clip(index, 0, layers - 1)]
@@ -142,11 +140,11 @@ FORMATS = list(PER_BYTE)
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_matmul_for_all_spans(target, format):
-    for contract, spans in itertools.product(
-        (0, 1), [(64, 1), (1, 64), (0, 1), (1, 0), (16, 1), (1, 32), (0, 0), (5, 7), (1, 1), (3, 1), (1, 5)]
-    ):
-        for m in (1, 5) if spans in [(16, 1), (1, 32), (0, 0), (5, 7), (1, 1), (3, 1), (1, 5)] else (1, 2, 3, 4, 9, 37):
+    for contract, spans in itertools.product((0, 1), [(64, 1), (1, 64), (0, 1), (1, 0)]):
+        for m in (1, 3, 37):
             check_matmul(target, format, contract, spans, m, 131, 203)
+    for contract, spans in itertools.product((0, 1), [(16, 1), (1, 32), (0, 0), (5, 7), (1, 1), (3, 1), (1, 5)]):
+        check_matmul(target, format, contract, spans, 1 + contract, 131, 203)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -159,7 +157,7 @@ def test_matmul_of_large_matrices(target, format):
 
 
 def test_matmul_of_odd_sizes(target):
-    sizes = [(1, 1, 1), (1, 0, 5), (2, 3, 0), (0, 3, 4), (1, 2, 577), (1, 577, 2), (7, 64, 64), (13, 17, 31)]
+    sizes = [(1, 1, 1), (1, 0, 5), (2, 3, 0), (0, 3, 4), (1, 2, 577), (1, 577, 2), (13, 17, 31)]
     for format, contract, (m, k, n) in itertools.product(FORMATS, (0, 1), sizes):
         check_matmul(target, format, contract, (64, 1), m, k, n)
         check_matmul(target, format, contract, (1, 64), m, k, n)
@@ -173,7 +171,7 @@ def test_matmul_of_all_float_types(target):
 
 
 def test_matmul_with_scales_in_eight_bits(target):
-    for contract, spans, m in itertools.product((0, 1), [(64, 1), (1, 64), (16, 1), (1, 16), (1, 0)], (1, 3, 20)):
+    for contract, spans, m in itertools.product((0, 1), [(64, 1), (1, 64), (1, 16)], (1, 20)):
         check_matmul(target, "nf4", contract, spans, m, 200, 333, double=True)
         check_matmul(target, "nf4", contract, spans, m, 70, 130, double=True, layers=3, index=(2, 0, 9, -1))
 
