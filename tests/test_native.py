@@ -15,7 +15,8 @@ import pytest
 import lowbit.kernels
 from lowbit.formats.nf4 import LEVELS, dynamic_map
 
-LIBRARY = Path(os.environ.get("LOWBIT_LIBRARY") or Path(lowbit.kernels.__file__).parent / "lowbit_native.so")
+FOLDERS = [Path(folder) / "lowbit_native.so" for folder in lowbit.kernels.__path__]
+LIBRARY = Path(os.environ.get("LOWBIT_LIBRARY") or next((path for path in FOLDERS if path.exists()), "none"))
 PER_BYTE = {"int8": 1, "nf4": 2, "ternary": 4, "binary": 8}
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no native library")
 
