@@ -53,6 +53,8 @@ struct EncodeNf4 {
   }
 };
 
+// XLA divides by a scale, but multiplies by its reciprocal where one block covers a whole axis.
+template <bool kReciprocal>
 struct EncodeInt8 {
   static constexpr int kPerByte = 1;
   F scale, divisor;
@@ -62,10 +64,11 @@ struct EncodeInt8 {
     scale = finite_or_nan(top, top_or_zero(top) * broadcast(1.0f / 127.0f));
     // Also where the scale is 0, which the division must not meet, or NaN, which has no code.
     divisor = as_floats(scale > zero() ? as_ints(scale) : I{} + 0x7f800000);
+    if (kReciprocal) divisor = broadcast(1.0f) / divisor;
   }
 
   LOWBIT_INLINE I codes(F x) const {
-    const F quotient = x / divisor;
+    const F quotient = kReciprocal ? x * divisor : x / divisor;
     return round_to_int(as_floats(as_ints(quotient) & (quotient == quotient)));
   }
 };
@@ -165,7 +168,7 @@ template <typename E>
 bool encode_plain(const Encode& p, int64_t layer, int64_t block) {
   const int64_t row = block * p.row_span, rows = min(p.row_span, p.rows - row);
   int32_t* tops = static_cast<int32_t*>(scratch(Scratch::task_scales, static_cast<size_t>(p.scale_cols) * 4));
-  if (tops == nullptr || row_of(p, layer, row) == nullptr) return false;
+  if (tops == nullptr || (rows > 0 && row_of(p, layer, row) == nullptr)) return false;
   memset(tops, 0, static_cast<size_t>(p.scale_cols) * 4);
   for (int64_t r = row; r < row + rows; ++r) {
     const float* x = row_of(p, layer, r);
@@ -175,13 +178,13 @@ bool encode_plain(const Encode& p, int64_t layer, int64_t block) {
     }
   }
   float* scales = p.scales + (layer * p.scale_rows + block) * p.scale_cols;
+  for (int64_t b = 0; b < p.scale_cols; ++b) store(scales + b, E(I{} + tops[b]).scale, 1);
   for (int64_t r = row; r < row + rows; ++r) {
     const float* x = row_of(p, layer, r);
     uint8_t* out = p.codes + (layer * p.rows + r) * p.row_bytes;
     memset(out, 0, static_cast<size_t>(p.row_bytes));
     for (int64_t b = 0; b < p.scale_cols; ++b) {
       const E encoder(I{} + tops[b]);
-      store(scales + b, encoder.scale, 1);
       for (int64_t c = b * p.col_span; c < min((b + 1) * p.col_span, p.columns); ++c) {
         const int code = encoder.codes(broadcast(x[c]))[0];
         constexpr int kBits = 8 / E::kPerByte;
@@ -224,7 +227,9 @@ bool encode_as(const Encode& p, const Parallel& parallel) {
 }
 
 inline bool encode(const Encode& p, const Parallel& parallel) {
-  return p.format == Format::nf4 ? encode_as<EncodeNf4>(p, parallel) : encode_as<EncodeInt8>(p, parallel);
+  if (p.format == Format::nf4) return encode_as<EncodeNf4>(p, parallel);
+  const bool whole = (p.scale_rows == 1 && p.rows > 1) || (p.scale_cols == 1 && p.columns > 1);
+  return whole ? encode_as<EncodeInt8<true>>(p, parallel) : encode_as<EncodeInt8<false>>(p, parallel);
 }
 
 }  // namespace lowbit::LOWBIT_ISA

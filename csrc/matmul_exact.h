@@ -71,10 +71,10 @@ LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t colum
 
 // ---- Stream form
 
-// Stored rows read side by side. One row of x: few, as many streams as memory likes, all read from left to right. More
-// rows of x have more sums, which stay in registers for a whole block.
+// Stored rows read side by side, from left to right: as many streams as memory likes. More rows of x have more sums to
+// load and store for each group; yet rows are often 4 KB apart, and L1 holds only 8 such lines.
 template <int kM>
-constexpr int64_t kGroupRows = kM == 1 ? 8 : 64;
+constexpr int64_t kGroupRows = kM == 1 ? 8 : 16;
 
 // Are the scales constant along lines of a row, or along groups of rows?
 inline bool stream_fits(const Weights& w) {

@@ -469,7 +469,7 @@ bool make_plan(const Matmul& p, FastPlan& plan) {
     for (plan.block = 512; along < p.k && along % plan.block != 0; plan.block /= 2) {
     }
   }
-  if (plan.block % plan.unit != 0 || plan.block < 16) return false;
+  if (plan.block % plan.unit != 0 || (plan.blocked && plan.block < 16)) return false;
   plan.blocks = ceil_div(p.k, plan.block);
   const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : p.m <= 4 ? 64 : 256;
   plan.slab = plan.blocked ? max(depth / plan.block, 1) * plan.block : min(depth, plan.block);

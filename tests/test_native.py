@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import lowbit.kernels
+from lowbit.formats import int8, nf4
 from lowbit.formats.nf4 import LEVELS, dynamic_map
 
 FOLDERS = [Path(folder) / "lowbit_native.so" for folder in lowbit.kernels.__path__]
@@ -100,7 +101,9 @@ class Stored:
         else:
             scales = rng.uniform(0.5, 2, shape).astype(np.float32)
             self.operands = [codes, scales, none, none, np.zeros(0, np.float32)]
-        self.values = levels[picks] * spread(scales.astype(np.float64), (row_span, col_span), (rows, columns))
+        self.levels = levels[picks]
+        self.scales = spread(scales.astype(np.float64), (row_span, col_span), (rows, columns))
+        self.values = self.levels * self.scales
         self.attributes = {
             "format": format,
             "columns": np.int64(columns),
@@ -245,3 +248,175 @@ def test_wrong_operands_get_an_error(target):
     ]:
         with pytest.raises(Exception, match="lowbit: .*" + text):
             call(**changes)
+
+
+# ---- Activations in int8
+
+
+def in_int8(x, block):
+    """x in float64, each block of each row rounded to 127 steps up and down."""
+    rounded = np.zeros(x.shape)
+    for begin in range(0, x.shape[-1], block):
+        part = x[..., begin : begin + block]
+        top = np.abs(part).max(-1, keepdims=True)
+        factor = np.where(top > 0, np.float32(127) / np.where(top > 0, top, 1), 0).astype(np.float32)
+        step = np.where(top > 0, top / np.float32(127), 0).astype(np.float64)
+        rounded[..., begin : begin + block] = np.rint(part * factor) * step
+    return rounded
+
+
+def check_fast(target, format, contract, span, m, k, n, *, block=None, index=(0,), x_type=None, y_type=None, **options):
+    rows, columns = (n, k) if contract else (k, n)
+    spans = (1, span) if contract else (span, 1)
+    stored = Stored(format, 3, rows, columns, *spans, **options)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((len(index), m, k)), x_type or jnp.float32)
+    y_type = y_type or jnp.float32
+    y = np.asarray(matmul(target, x, stored, index, contract, y_type, fast=True), np.float64)
+    levels = np.rint(stored.levels * 127) / 127 if format == "nf4" else stored.levels
+    layers = np.clip(index, 0, 2)
+    w, true = (levels * stored.scales)[layers], stored.values[layers]
+    if contract:
+        w, true = w.swapaxes(1, 2), true.swapaxes(1, 2)
+    wide = in_int8(np.asarray(x, np.float32), block or span or max(k, 1))
+    want = wide @ w
+    bound = 1e-6 * (np.abs(wide) @ np.abs(w)) + float(jnp.finfo(y_type).eps) * np.abs(want) + 1e-30
+    worst = np.max(np.abs(y - want) / bound, initial=0)
+    assert worst < 1, f"{format} {contract=} {span=} {m=} {k=} {n=}: {worst} times the bound"
+    if x_type is None and k >= 128:
+        exact = np.asarray(x, np.float64) @ true
+        assert np.linalg.norm(y - exact) < 1.5e-2 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_fast_matmul_is_its_definition(target, format):
+    for contract in (0, 1):
+        check_fast(target, format, contract, 64, 1, 512, 640)
+        check_fast(target, format, contract, 0, 5, 515, 203)
+        check_fast(target, format, contract, 32, 13, 130, 77)
+        check_fast(target, format, contract, 1024, 2, 2112, 70, block=512)
+        check_fast(target, format, contract, 64, 37, 1000, 130, index=(2, 9))
+        check_fast(target, format, contract, 0, 3, 65, 33, index=(1, -5, 0), x_type=jnp.bfloat16, y_type=jnp.float16)
+        for m, k, n in [(1, 1, 1), (2, 0, 3), (0, 8, 3), (1, 7, 577)]:
+            check_fast(target, format, contract, 0, m, k, n)
+    check_fast(target, format, 0, 64, 3, 192, 131, x_type=jnp.float16, y_type=jnp.bfloat16)
+
+
+def test_fast_matmul_with_scales_in_eight_bits(target):
+    for contract, m in itertools.product((0, 1), (1, 7)):
+        check_fast(target, "nf4", contract, 64, m, 200, 333, double=True)
+
+
+def test_fast_matmul_is_exact_where_scales_vary_in_its_sum(target):
+    x = np.random.default_rng(1).standard_normal((1, 3, 96)).astype(np.float32)
+    for format, (contract, spans) in itertools.product(FORMATS, [(0, (1, 64)), (1, (64, 1)), (0, (3, 1)), (1, (1, 6))]):
+        stored = Stored(format, 1, 96, 96, *spans)
+        fast, exact = (matmul(target, x, stored, [0], contract, fast=fast) for fast in (True, False))
+        np.testing.assert_array_equal(fast, exact)
+
+
+def test_fast_matmul_of_rows_that_are_not_numbers(target):
+    x = np.random.default_rng(1).standard_normal((1, 8, 256)).astype(np.float32)
+    x[0, 1, 7], x[0, 3, 255], x[0, 4, 100] = np.nan, np.inf, -np.inf
+    x[0, 5] = 0
+    x[0, 6] *= 1e-42
+    for format, contract, span in itertools.product(FORMATS, (0, 1), (0, 64)):
+        stored = Stored(format, 1, 256, 256, *((1, span) if contract else (span, 1)))
+        y = np.asarray(matmul(target, x, stored, [0], contract, fast=True))[0]
+        np.testing.assert_array_equal(np.isnan(y).all(1), [i in (1, 3, 4) for i in range(8)])
+        assert not np.isnan(y[[0, 2, 5, 6, 7]]).any() and (y[5:7] == 0).all()
+
+
+# ---- Rows by their numbers
+
+
+def take(target, ids, stored, layer, dtype=jnp.float32):
+    shape = jax.ShapeDtypeStruct((len(ids), stored.values.shape[2]), dtype)
+    call = jax.ffi.ffi_call(target("lowbit_take"), shape)
+    return jax.jit(functools.partial(call, **stored.attributes))(
+        np.asarray(ids, np.int32), *stored.operands, np.asarray([layer], np.int32)
+    )
+
+
+def test_take(target):
+    ids = [0, 5, 5, -1, 99, 3]
+    for format, spans, columns in itertools.product(FORMATS, [(64, 1), (1, 64), (1, 0), (5, 7)], (33, 256)):
+        stored = Stored(format, 2, 20, columns, *spans)
+        for layer, dtype in [(1, jnp.float32), (-3, jnp.bfloat16), (9, jnp.float16)]:
+            want = stored.values[np.clip(layer, 0, 1)][np.clip(ids, 0, 19)]
+            np.testing.assert_array_equal(take(target, ids, stored, layer, dtype), jnp.asarray(want, jnp.float32).astype(dtype))
+    stored = Stored("nf4", 2, 300, 640, 1, 64, double=True)
+    many = np.random.default_rng(0).integers(0, 300, 500)
+    np.testing.assert_allclose(take(target, many, stored, 1), stored.values[1][many], rtol=1e-6)
+
+
+# ---- Encode
+
+
+def encode(target, x, format, row_span, col_span):
+    layers, rows, columns = x.shape
+    codes = (layers, rows, -(-columns // PER_BYTE[format]))
+    scales = (layers, stored_length(rows, row_span), stored_length(columns, col_span))
+    types = (
+        jax.ShapeDtypeStruct(codes, jnp.int8 if format == "int8" else jnp.uint8),
+        jax.ShapeDtypeStruct(scales, jnp.float32),
+    )
+    call = jax.ffi.ffi_call(target("lowbit_encode"), types)
+    return jax.jit(functools.partial(call, format=format, row_span=np.int64(row_span), col_span=np.int64(col_span)))(x)
+
+
+def test_encode_gives_the_bits_of_the_format(target):
+    rng = np.random.default_rng(0)
+    for shape, spans in itertools.product([(2, 131, 77), (1, 64, 520)], [(64, 1), (1, 64), (0, 1), (1, 0), (16, 16), (1, 5)]):
+        x = rng.standard_normal(shape).astype(np.float32)
+        # Zeros, numbers below and near the smallest normal one, numbers near the largest, and what is no number.
+        x[0, 2] = x[0, :, 11] = 0
+        x[0, 3] *= 1e-38
+        x[0, :, 12] *= 3e-39
+        x[-1, 30:, 13:16] *= 1e37
+        x[-1, 5, 9], x[-1, 6, 10], x[0, 40, 70] = np.nan, np.inf, -np.inf
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+            a = jnp.asarray(x).astype(dtype)
+            parts = nf4._encode(a, spans, False)
+            for format, want in [("nf4", (parts["codes"], parts["scales"])), ("int8", int8._encode(a, spans))]:
+                for part, whole in zip(encode(target, a, format, *spans), want, strict=True):
+                    np.testing.assert_array_equal(
+                        np.asarray(part).view(np.uint8), np.asarray(whole).view(np.uint8), f"{format} {shape} {spans} {dtype}"
+                    )
+
+
+def test_encode_of_nothing(target):
+    for format, shape in itertools.product(("nf4", "int8"), [(0, 3, 4), (1, 0, 4), (1, 3, 0)]):
+        codes, scales = encode(target, np.zeros(shape, np.float32), format, 0, 1)
+        assert codes.shape[:2] == shape[:2] and (np.asarray(scales) == 0).all()
+
+
+def test_wrong_operands_of_take_and_encode_get_an_error(target):
+    stored = Stored("nf4", 2, 8, 32, 1, 16)
+    ids, layer = np.zeros(3, np.int32), np.zeros(1, np.int32)
+
+    def call_take(shape=(3, 32), dtype=jnp.float32, ids=ids, layer=layer, **changes):
+        call = jax.ffi.ffi_call(target("lowbit_take"), jax.ShapeDtypeStruct(shape, dtype))
+        return jax.jit(functools.partial(call, **(stored.attributes | changes)))(ids, *stored.operands, layer)
+
+    def call_encode(x=np.ones((1, 8, 32), np.float32), codes=(1, 8, 16), scales=(1, 8, 2), format="nf4", span=16):
+        types = (jax.ShapeDtypeStruct(codes, jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.float32))
+        call = jax.ffi.ffi_call(target("lowbit_encode"), types)
+        return jax.jit(functools.partial(call, format=format, row_span=np.int64(1), col_span=np.int64(span)))(x)
+
+    jax.block_until_ready((call_take(), call_encode()))
+    for call, text, changes in [
+        (call_take, "ids", {"ids": ids.astype(np.float32)}),
+        (call_take, "ids", {"ids": ids[None]}),
+        (call_take, "ids", {"shape": (4, 32)}),
+        (call_take, "f32, bf16 or f16", {"dtype": jnp.int32}),
+        (call_take, "layer", {"layer": np.zeros(2, np.int32)}),
+        (call_take, "scales", {"col_span": np.int64(32)}),
+        (call_encode, "not 'ternary'", {"format": "ternary"}),
+        (call_encode, "three axes", {"x": np.ones((8, 32), np.float32)}),
+        (call_encode, "f32, bf16 or f16", {"x": np.ones((1, 8, 32), np.int32)}),
+        (call_encode, "do not fit", {"codes": (1, 8, 32)}),
+        (call_encode, "do not fit", {"scales": (1, 8, 1)}),
+        (call_encode, "do not fit", {"span": 8}),
+    ]:
+        with pytest.raises(Exception, match="lowbit: .*" + text):
+            jax.block_until_ready(call(**changes))
