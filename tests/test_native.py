@@ -343,7 +343,9 @@ def test_take(target):
         stored = Stored(format, 2, 20, columns, *spans)
         for layer, dtype in [(1, jnp.float32), (-3, jnp.bfloat16), (9, jnp.float16)]:
             want = stored.values[np.clip(layer, 0, 1)][np.clip(ids, 0, 19)]
-            np.testing.assert_array_equal(take(target, ids, stored, layer, dtype), jnp.asarray(want, jnp.float32).astype(dtype))
+            np.testing.assert_array_equal(
+                take(target, ids, stored, layer, dtype), jnp.asarray(want, jnp.float32).astype(dtype)
+            )
     stored = Stored("nf4", 2, 300, 640, 1, 64, double=True)
     many = np.random.default_rng(0).integers(0, 300, 500)
     np.testing.assert_allclose(take(target, many, stored, 1), stored.values[1][many], rtol=1e-6)
@@ -366,7 +368,9 @@ def encode(target, x, format, row_span, col_span):
 
 def test_encode_gives_the_bits_of_the_format(target):
     rng = np.random.default_rng(0)
-    for shape, spans in itertools.product([(2, 131, 77), (1, 64, 520)], [(64, 1), (1, 64), (0, 1), (1, 0), (16, 16), (1, 5)]):
+    for shape, spans in itertools.product(
+        [(2, 131, 77), (1, 64, 520)], [(64, 1), (1, 64), (0, 1), (1, 0), (16, 16), (1, 5)]
+    ):
         x = rng.standard_normal(shape).astype(np.float32)
         # Zeros, numbers below and near the smallest normal one, numbers near the largest, and what is no number.
         x[0, 2] = x[0, :, 11] = 0
@@ -380,7 +384,9 @@ def test_encode_gives_the_bits_of_the_format(target):
             for format, want in [("nf4", (parts["codes"], parts["scales"])), ("int8", int8._encode(a, spans))]:
                 for part, whole in zip(encode(target, a, format, *spans), want, strict=True):
                     np.testing.assert_array_equal(
-                        np.asarray(part).view(np.uint8), np.asarray(whole).view(np.uint8), f"{format} {shape} {spans} {dtype}"
+                        np.asarray(part).view(np.uint8),
+                        np.asarray(whole).view(np.uint8),
+                        f"{format} {shape} {spans} {dtype}",
                     )
 
 
@@ -398,7 +404,9 @@ def test_wrong_operands_of_take_and_encode_get_an_error(target):
         call = jax.ffi.ffi_call(target("lowbit_take"), jax.ShapeDtypeStruct(shape, dtype))
         return jax.jit(functools.partial(call, **(stored.attributes | changes)))(ids, *stored.operands, layer)
 
-    def call_encode(x=np.ones((1, 8, 32), np.float32), codes=(1, 8, 16), scales=(1, 8, 2), format="nf4", span=16):
+    some = np.ones((1, 8, 32), np.float32)
+
+    def call_encode(x=some, codes=(1, 8, 16), scales=(1, 8, 2), format="nf4", span=16):
         types = (jax.ShapeDtypeStruct(codes, jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.float32))
         call = jax.ffi.ffi_call(target("lowbit_encode"), types)
         return jax.jit(functools.partial(call, format=format, row_span=np.int64(1), col_span=np.int64(span)))(x)
