@@ -186,7 +186,7 @@ bool encode_plain(const Encode& p, int64_t layer, int64_t block) {
     for (int64_t b = 0; b < p.scale_cols; ++b) {
       const E encoder(I{} + tops[b]);
       for (int64_t c = b * p.col_span; c < min((b + 1) * p.col_span, p.columns); ++c) {
-        const int code = encoder.codes(broadcast(x[c]))[0];
+        const uint32_t code = static_cast<uint32_t>(encoder.codes(broadcast(x[c]))[0]);
         constexpr int kBits = 8 / E::kPerByte;
         out[c / E::kPerByte] |= static_cast<uint8_t>(code << (8 - kBits - kBits * (c % E::kPerByte)));
       }

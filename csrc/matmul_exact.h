@@ -440,8 +440,8 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
 
 // ---- Panel form
 
-constexpr int64_t kPanelDepth = 128;  // of k in a panel, which stays in L1
 constexpr int kTileLanes = kTileVectors * kLanes;
+constexpr int64_t kPanelDepth = kLanes == 16 ? 128 : 256;  // of k: the part of a panel as wide as a tile stays in L1
 
 // tile[r, :] = sum over k of a[r * a_row + k * a_step] * b[k, :]; not inlined, so that all sums stay in registers.
 template <int kRows, int kWidth>
@@ -528,12 +528,12 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
       const int64_t depth = min(kPanelDepth, p.k - slab);
       for (int64_t line = lines * t / tasks; line < lines * (t + 1) / tasks; ++line) {
         decode_lines(decoder, w, slab, depth, line * kLine, panel, kTileLanes, vector_at);
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-          const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
-          const float* a = packed + slab * p.m + begin * depth;
-          for (int sub = 0; sub < kVectors / kTileVectors; ++sub) {
-            const int64_t column = line * kLine + sub * kTileLanes;
-            if (column >= p.n) break;
+        for (int sub = 0; sub < kVectors / kTileVectors; ++sub) {
+          const int64_t column = line * kLine + sub * kTileLanes;
+          if (column >= p.n) break;
+          for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
+            const float* a = packed + slab * p.m + begin * depth;
             with_constant<kTileRows>(rows, [&](auto count) {
               const float* b = panel + sub * kPanelDepth * kTileLanes;
               multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, b, tile_sums);
@@ -566,14 +566,14 @@ template <int kWidth, typename D>
 bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                        const Parallel& parallel) {
   constexpr int kRows = kWidth == 1 ? 12 : kTileRows * kTileVectors / kWidth;  // as many sums as registers hold
-  constexpr int64_t kStored = 48;  // stored rows decoded at a time, 24 KB
+  constexpr int64_t kStored = 48, kDepth = 128;  // stored rows and columns decoded at a time, 24 KB
   constexpr int64_t kTile = kWidth * kLanes;
-  static_assert(kStored % kRows == 0 && kPanelDepth % kLine == 0, "");
+  static_assert(kStored % kRows == 0 && kDepth % kLine == 0, "");
   const int64_t tiles = ceil_div(p.m, kTile), width = tiles * kTile, depth = round_up(p.k, kLine);
   float* packed = buffer<float>(Scratch::call_pack, width * depth);
   if (packed == nullptr) return false;
-  parallel.each(ceil_div(depth, kPanelDepth), [&](int64_t i) {
-    const int64_t slab = i * kPanelDepth, steps = min(kPanelDepth, depth - slab);
+  parallel.each(ceil_div(depth, kDepth), [&](int64_t i) {
+    const int64_t slab = i * kDepth, steps = min(kDepth, depth - slab);
     for (int64_t m = 0; m < width; ++m) {
       float* out = packed + slab * width + m / kTile * (steps * kTile) + m % kTile;
       for (int64_t k = 0; k < steps; k += kLanes) {
@@ -588,7 +588,7 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
   });
   bool enough_memory = true;
   parallel.each(ceil_div(p.n, kStored), [&](int64_t block) {
-    alignas(64) float panel[kStored * kPanelDepth];
+    alignas(64) float panel[kStored * kDepth];
     alignas(64) float tile_sums[kRows * kTile];
     const int64_t row = block * kStored, rows = min(kStored, p.n - row);
     float* sums = buffer<float>(Scratch::task_panel, kStored * width);
@@ -599,15 +599,15 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
     memset(sums, 0, static_cast<size_t>(kStored * width) * 4);
     if (rows < kStored) memset(panel, 0, sizeof(panel));  // tiles are multiplied whole
     const int64_t vector_at[kVectors] = {0, kLanes, 2 * kLanes, 3 * kLanes};
-    for (int64_t slab = 0; slab < depth; slab += kPanelDepth) {
-      const int64_t steps = min(kPanelDepth, depth - slab);
+    for (int64_t slab = 0; slab < depth; slab += kDepth) {
+      const int64_t steps = min(kDepth, depth - slab);
       for (int64_t k = 0; k < steps; k += kLine) {
-        decode_lines(decoder, w, row, rows, slab + k, panel + k, kPanelDepth, vector_at);
+        decode_lines(decoder, w, row, rows, slab + k, panel + k, kDepth, vector_at);
       }
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const float* b = packed + slab * width + tile * steps * kTile;
         for (int64_t r = 0; r < rows; r += kRows) {
-          multiply_tile<kRows, kWidth>(steps, panel + r * kPanelDepth, kPanelDepth, 1, b, tile_sums);
+          multiply_tile<kRows, kWidth>(steps, panel + r * kDepth, kDepth, 1, b, tile_sums);
           for (int64_t i = 0; i < kRows; ++i) {
             for (int64_t lane = 0; lane < kTile; lane += kLanes) {
               float* sum = sums + (r + i) * width + tile * kTile + lane;
