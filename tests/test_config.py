@@ -27,6 +27,7 @@ def test_every_type_by_name_by_config_and_by_class(dtype: QuantizationType) -> N
     want = lowbit.FORMATS[dtype.value].quantize(W)
     assert_same_bits(quantize(W, dtype=dtype), want)
     assert_same_bits(quantize(W, dtype=dtype.value), want)
+    assert_same_bits(quantize(W, dtype.value), want)
     assert_same_bits(quantize(W, QuantizationConfig(dtype.value)), want)
     assert_same_bits(jax.jit(lambda w: quantize(w, dtype=dtype))(W), want)
 
@@ -69,8 +70,8 @@ def test_errors_name_what_was_asked() -> None:
         QuantizationConfig("int8", double_quant=True)
     with pytest.raises(ValueError, match=r"scale_block=32 .*'nf4'.*block_size"):
         QuantizationConfig("nf4", scale_block=32)
-    with pytest.raises(TypeError, match=r"config must be a QuantizationConfig, not 'nf4'"):
-        quantize(W, "nf4")
+    with pytest.raises(TypeError, match=r"config must be a QuantizationConfig or the name of a format, not 4"):
+        quantize(W, 4)
     with pytest.raises(ValueError, match="block_size=48"):
         quantize(W, block_size=48)
 

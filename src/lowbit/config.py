@@ -81,18 +81,18 @@ class QuantizationConfig:
 
 def quantize(
     array: Any,
-    config: QuantizationConfig | None = None,
+    config: QuantizationConfig | str | None = None,
     dtype: QuantizationType | str | None = None,
     block_size: int = 64,
     simulate: bool = False,
 ) -> Any:
     """Quantize an array: an implicit array, or with `simulate` the dense array as it reads after quantization.
 
-    A `config` wins over the other arguments. The default is NF4.
+    A `config` wins over the other arguments; the name of a format in its place is a `dtype`. The default is NF4.
 
     >>> import jax.numpy as jnp, lowbit
     >>> w = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
-    >>> q = lowbit.quantize(w, dtype="int8")
+    >>> q = lowbit.quantize(w, "int8")
     >>> type(q).__name__, q.shape, (jnp.ones((2, 64)) @ q).shape
     ('Array8B', (64, 32), (2, 32))
     """
@@ -102,7 +102,7 @@ def quantize(
 
 def straight_through(
     array: Any,
-    config: QuantizationConfig | None = None,
+    config: QuantizationConfig | str | None = None,
     dtype: QuantizationType | str | None = None,
     block_size: int = 64,
 ) -> jax.Array:
@@ -185,22 +185,28 @@ def safe_materialize(x: Any) -> tuple[Any, bool]:
 
 
 def resolved_config(
-    config: QuantizationConfig | None, dtype: Any, block_size: int, simulate: bool
+    config: QuantizationConfig | str | None, dtype: Any, block_size: int, simulate: bool
 ) -> QuantizationConfig:
     """The config, or one of the other arguments where there is none."""
+    if isinstance(config, str):
+        config, dtype = None, config
     if config is not None:
         if not isinstance(config, QuantizationConfig):
-            raise TypeError(f"config must be a QuantizationConfig, not {config!r}; a format's name goes to dtype=.")
+            raise TypeError(f"config must be a QuantizationConfig or the name of a format, not {config!r}.")
         return config
     return QuantizationConfig(QuantizationType.NF4 if dtype is None else dtype, block_size, simulate)
 
 
-def _quantize(array: Any, config: QuantizationConfig) -> QuantizedArray:
+def format_options(config: QuantizationConfig) -> dict[str, Any]:
+    """What the config says to the `quantize` of its format."""
     options: dict[str, Any] = {name: getattr(config, name) for name in config.format.options}
     if config.axis is not None:
         options["axis"] = config.axis
-    block = config.block_size if config.format.blocked else config.scale_block
-    quantized = config.format.quantize(array, block_size=block, **options)
+    return {**options, "block_size": config.block_size if config.format.blocked else config.scale_block}
+
+
+def _quantize(array: Any, config: QuantizationConfig) -> QuantizedArray:
+    quantized = config.format.quantize(array, **format_options(config))
     return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
 
 

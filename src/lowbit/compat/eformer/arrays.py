@@ -14,7 +14,7 @@ from lowbit import QuantizationConfig as QuantizationConfig
 from lowbit import QuantizationType as QuantizationType
 from lowbit import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
 from lowbit import safe_materialize as safe_materialize
-from lowbit.config import resolved_config
+from lowbit.config import format_options, resolved_config
 from lowbit.formats import stored
 from lowbit.formats.onebit import Kind
 
@@ -167,16 +167,13 @@ def _quantize(array: Any, config: QuantizationConfig) -> Any:
     if config.dtype in _BARE:
         quantized = Array1B.quantize(array, kind=_BARE[config.dtype])
     else:
-        block = config.block_size if config.format.blocked else config.scale_block
-        axis = {} if config.axis is None else {"axis": config.axis}
-        extra = {name: getattr(config, name) for name in config.format.options}
-        quantized = _CLASSES[config.dtype].quantize(array, block_size=block, **axis, **extra)
+        quantized = _CLASSES[config.dtype].quantize(array, **format_options(config))
     return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
 
 
 def quantize(
     array: Any,
-    config: QuantizationConfig | None = None,
+    config: QuantizationConfig | str | None = None,
     dtype: Any = None,
     block_size: int = 64,
     simulate: bool = False,
@@ -187,7 +184,7 @@ def quantize(
 
 
 def straight_through(
-    array: Any, config: QuantizationConfig | None = None, dtype: Any = None, block_size: int = 64
+    array: Any, config: QuantizationConfig | str | None = None, dtype: Any = None, block_size: int = 64
 ) -> jax.Array:
     """What `quantize` here reads as, with the gradient of `array`."""
     config = resolved_config(config, dtype, block_size, True)
