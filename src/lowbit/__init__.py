@@ -20,6 +20,7 @@ from .formats import register_format as register_format
 from .kernels._table import compute as compute
 from .kernels._table import is_kernel_available as is_kernel_available
 from .kernels._table import use_kernel as use_kernel
+from .report import Report as Report
 from .runtime import ImplicitArray as ImplicitArray
 from .runtime import MaterializationWarning as MaterializationWarning
 from .runtime import aux_field as aux_field
@@ -29,6 +30,9 @@ from .runtime import materialize as materialize
 from .runtime import register as register
 from .runtime import ste as ste
 from .runtime import use_implicit as use_implicit
+from .tree import Rule as Rule
 from .tree import combine as combine
+from .tree import dequantize_tree as dequantize_tree
 from .tree import is_frozen as is_frozen
 from .tree import partition as partition
+from .tree import quantize_tree as quantize_tree

@@ -1,11 +1,279 @@
-"""Whole models: what is trained, and what stays as it is stored."""
+"""Whole models: quantize their weights by rules over paths; what is trained, and what stays as it is stored."""
 
-from typing import Any
+import dataclasses
+import fnmatch
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from .formats import QuantizedArray
+from .axes import Found, axes_by_name, axes_by_program
+from .config import QuantizationConfig, quantize
+from .formats import FORMATS, QuantizedArray
+from .report import Report, Row
+from .runtime import is_implicit, materialize
+
+T = TypeVar("T")
+# Fewer elements are not worth it, unless a rule says so.
+SMALL = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which leaves to store in which format.
+
+    - `pattern`: for the whole path, as in `layers/0/mlp/kernel`. A glob, where `*` matches `/` too, or `re:` and a
+      regular expression.
+    - `format`: the name of a format, a `QuantizationConfig`, or None to keep the leaf as it is.
+    - `where`: a test of the leaf's shape and dtype, on top of the pattern.
+
+    >>> import lowbit
+    >>> large = lowbit.Rule("*kernel", "nf4", where=lambda leaf: leaf.size >= 1 << 20)
+    """
+
+    pattern: str
+    format: str | QuantizationConfig | None
+    where: Callable[[jax.ShapeDtypeStruct], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise TypeError(f"The pattern of a rule is a string, not {self.pattern!r}.")
+        if not isinstance(self.format, str | QuantizationConfig | None):
+            raise TypeError(
+                f"The rule {self.pattern!r} asks for {self.format!r}: pass the name of a format "
+                f"({', '.join(FORMATS)}), a QuantizationConfig, or None to keep the leaf."
+            )
+        try:
+            re.compile(self.expression)
+        except re.error as error:
+            raise ValueError(f"The pattern {self.pattern!r} is no regular expression: {error}.") from None
+        _ = self.config
+
+    @property
+    def expression(self) -> str:
+        """The pattern as a regular expression for the whole path."""
+        return self.pattern[3:] if self.pattern.startswith("re:") else fnmatch.translate(self.pattern)
+
+    @property
+    def config(self) -> QuantizationConfig | None:
+        return QuantizationConfig(self.format) if isinstance(self.format, str) else self.format
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it speaks of all leaves, and so only of those that are worth it."""
+        return self.where is None and self.pattern in ("*", "**", "re:.*", "re:.+")
+
+    def matches(self, path: str, leaf: Any) -> bool:
+        """Whether the rule is for this leaf."""
+        if re.fullmatch(self.expression, path) is None:
+            return False
+        return self.where is None or bool(self.where(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
+
+
+Rules = str | QuantizationConfig | Mapping[str, str | QuantizationConfig | None] | Iterable[Rule]
+
+
+def quantize_tree(
+    params: T,
+    rules: Rules = "nf4",
+    *,
+    fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    strict: bool = False,
+) -> tuple[T, Report]:
+    """The parameters of a model with its weights quantized, and a report on every leaf.
+
+    - `rules`: the name of a format or a `QuantizationConfig` for all weights; or patterns over paths, in order, as a
+      dict or as `Rule`s: the first that matches a leaf decides, and what none matches is kept.
+    - `fn`, `args`: a program of the model, `fn(params, *args)`, from which it is read which axis of each leaf is
+      contracted and what is looked up. It is traced, not run, and `args` may be `jax.ShapeDtypeStruct`s. Without it
+      the names of the leaves tell (`kernel` is (in, out), `weight` is (out, in), embeddings go by row). An axis in a
+      rule's config wins over both.
+    - `strict`: raise where a rule matched nothing, or a leaf could not be quantized as a rule asked.
+
+    A format for all weights, or the pattern `*`, leaves norms, biases and arrays of fewer than 1,024 elements as they
+    are. Any other pattern means what it matches, whatever its size; a vector only if it matches vectors alone. The
+    report says why a leaf was kept. `params` may be `ShapeDtypeStruct`s, for a plan without the weights.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> params = {"embed": jnp.ones((512, 64)), "up": {"kernel": jnp.ones((64, 256)), "bias": jnp.ones(256)}}
+    >>> params, report = lowbit.quantize_tree(params, {"*embed*": "int8", "*": "nf4"})
+    >>> [(row.path, row.format, row.axis) for row in report]
+    [('embed', 'int8', -1), ('up/bias', None, None), ('up/kernel', 'nf4', -2)]
+    """
+    ordered = _ordered(rules)
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
+    paths, leaves = [leaf_path(path) for path, _ in found], [leaf for _, leaf in found]
+    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    by_rule: dict[int, list[int]] = {}  # each rule's leaves
+    for i in arrays:
+        chosen = next((r for r, rule in enumerate(ordered) if rule.matches(paths[i], leaves[i])), None)
+        if chosen is not None:
+            by_rule.setdefault(chosen, []).append(i)
+    unmatched = tuple(rule.pattern for r, rule in enumerate(ordered) if r not in by_rule)
+    if strict and unmatched:
+        raise ValueError(
+            f"quantize_tree: no leaf matches {', '.join(map(repr, unmatched))} (or an earlier rule took it). "
+            f"The paths are {', '.join(paths[i] for i in arrays[:20])}{', ...' if len(arrays) > 20 else ''}."
+        )
+    uses = axes_by_program(fn, leaves, partial(jax.tree.unflatten, structure), tuple(args)) if fn else None
+    plans = {i: _Kept("no rule matches") for i in arrays}
+    for r, members in by_rule.items():
+        plans |= _plans(ordered[r], {i: (paths[i], leaves[i], uses[i] if uses else None) for i in members})
+    refused = [f"{paths[i]}: {plan.why}" for i in arrays if isinstance(plan := plans[i], _Kept) and plan.refused]
+    if strict and refused:
+        raise ValueError("quantize_tree could not do as asked for " + "; ".join(refused) + ".")
+    rows, done = [], {}
+    for i in _with_progress(arrays, "quantizing"):
+        leaf, plan = leaves[i], plans[i]
+        if isinstance(plan, _Kept):
+            size = int(leaf.nbytes) if is_implicit(leaf) else math.prod(leaf.shape) * leaf.dtype.itemsize
+            rows.append(Row(paths[i], tuple(leaf.shape), str(leaf.dtype), None, None, size, size, None, plan.why))
+            continue
+        key = (id(leaf), plan.config)  # arrays that are tied stay so
+        if key not in done:
+            done[key] = _quantized(paths[i], leaf, plan.config)
+        leaves[i], error = done[key]
+        before = math.prod(leaf.shape) * leaf.dtype.itemsize
+        axis = plan.config.axis
+        name = str(plan.config.dtype)
+        rows.append(
+            Row(paths[i], tuple(leaf.shape), str(leaf.dtype), name, axis, before, leaves[i].nbytes, error, plan.why)
+        )
+    return jax.tree.unflatten(structure, leaves), Report(tuple(rows), unmatched)
+
+
+def dequantize_tree(params: T) -> T:
+    """The parameters with every quantized leaf dense again.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> params, _ = lowbit.quantize_tree({"kernel": jnp.ones((64, 32))}, "int8")
+    >>> lowbit.dequantize_tree(params)["kernel"].dtype
+    dtype('float32')
+    """
+    return materialize(params)
+
+
+def leaf_path(path: Sequence[Any]) -> str:
+    """The path of a leaf as rules see it: `layers/0/mlp/kernel`."""
+    # Flax NNX keeps each array in the `value` of a variable.
+    if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    why: str
+    refused: bool = False  # a rule asked for more
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    config: QuantizationConfig
+    why: str
+
+
+def _ordered(rules: Rules) -> list[Rule]:
+    if isinstance(rules, str | QuantizationConfig):
+        rules = {"*": rules}
+    if isinstance(rules, Mapping):
+        return [Rule(pattern, format) for pattern, format in dict[Any, Any](rules).items()]
+    ordered = list(rules)
+    for rule in ordered:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"Rules are a dict of patterns and formats, or lowbit.Rule's; {rule!r} is neither.")
+    return ordered
+
+
+def _plans(rule: Rule, members: dict[int, tuple[str, Any, Found | None]]) -> dict[int, _Plan | _Kept]:
+    """What a rule means for the leaves it matches."""
+    config = rule.config
+    if config is None:
+        return {i: _Kept(f"the rule {rule.pattern!r}") for i in members}
+    plans: dict[int, _Plan | _Kept] = {}
+    seen: dict[int, Found] = {}
+    for i, (path, leaf, used) in members.items():
+        if isinstance(leaf, QuantizedArray):
+            plans[i] = _Kept(f"quantized already, as {type(leaf).__name__}", refused=not rule.is_default)
+        elif not jnp.issubdtype(leaf.dtype, jnp.floating):
+            plans[i] = _Kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
+        else:
+            named = axes_by_name(path, leaf.shape)
+            # A program that does not use a leaf tells nothing of it.
+            seen[i] = named if used is None or (used.axes is None and not used.vector and named.axes) else used
+            if named.vector and len(leaf.shape) < 2:
+                seen[i] = named
+    vectors_alone = all(found.vector for found in seen.values())
+    for i, found in seen.items():
+        leaf = members[i][1]
+        if config.axis is not None and not (found.vector and rule.is_default):
+            plans[i] = _Plan(config, "rule")
+        elif found.vector and (rule.is_default or not vectors_alone or not leaf.shape):
+            plans[i] = _Kept(found.how)
+        elif found.vector:
+            plans[i] = _Plan(dataclasses.replace(config, axis=-1), f"rule: {rule.pattern}")
+        elif rule.is_default and math.prod(leaf.shape) < SMALL:
+            plans[i] = _Kept(f"fewer than {SMALL:,} elements")
+        elif found.axes is None:
+            plans[i] = _Kept(found.how, refused=True)
+        else:
+            one = config.format.blocked or config.scale_block is not None
+            axis = found.axes[-1] if one or len(found.axes) == 1 else found.axes
+            plans[i] = _Plan(dataclasses.replace(config, axis=axis), found.how)
+    return plans
+
+
+def _quantized(path: str, leaf: Any, config: QuantizationConfig) -> tuple[Any, float | None]:
+    """A leaf in its format, and the error that makes where there are numbers to compare."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.eval_shape(partial(quantize, config=config), leaf), None
+    try:
+        stored = quantize(leaf, config)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{path}: {error}") from error
+    traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(stored))
+    return stored, None if traced else float(_relative_error(stored, leaf))
+
+
+@jax.jit
+def _relative_error(stored: Any, array: jax.Array) -> jax.Array:
+    array = array.astype(jnp.float32)
+    lost, size = jnp.sum((materialize(stored) - array) ** 2), jnp.sum(array**2)
+    return jnp.sqrt(lost / jnp.where(size > 0, size, 1))
+
+
+def _with_progress(items: Sequence[T], doing: str) -> Iterator[T]:
+    """The items, with a bar on the terminal if they take longer than a second and rich is installed."""
+    start = time.monotonic()
+    with ExitStack() as stack:
+        bar = task = None
+        for done, item in enumerate(items):
+            if bar is None and time.monotonic() - start > 1:
+                bar, task = _bar(stack, doing, len(items))
+            if bar is not None:
+                bar.update(task, completed=done)
+            yield item
+
+
+def _bar(stack: ExitStack, doing: str, total: int) -> tuple[Any, Any]:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        return None, None
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return None, None
+    bar = stack.enter_context(Progress(console=console, transient=True))
+    return bar, bar.add_task(doing, total=total)
 
 
 def is_frozen(x: Any) -> bool:

@@ -1,0 +1,242 @@
+"""Which axis of each weight a model contracts: read off its program, or else from the names of its layers.
+
+Scales belong along the contracted axis: there the product is fastest and the error smallest.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .runtime import implicit, is_implicit
+from .runtime._compat import subjaxprs
+
+# The last name of a path, or a pattern for all of it, and the axis it contracts. Embeddings are stored by row.
+NAMES: tuple[tuple[str, int, str], ...] = (
+    (r"(.*/)?(c_attn|c_proj|c_fc)/weight", -2, "GPT-2's (in, out)"),
+    (r".*(embed|wte|wpe|token_embd).*", -1, "an embedding, by row"),
+    (r"(.*/)?weight", -1, "(out, in) as in Equinox and Hugging Face"),
+    (r"(.*/)?kernel", -2, "(in, out) as in Flax"),
+    (r"(.*/)?w\d*", -2, "(in, out) as in Haiku"),
+)
+# What is added to activations, or multiplies them element by element.
+_VECTORS = re.compile(r"(.*/)?([^/]*(norm|bias)[^/]*|ln_?\w*|b\d*|scale|offset|gamma|beta)(/weight)?", re.I)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """How a leaf is used: the axes contracted, counted from the end, or none; and how that was found.
+
+    `vector` says that it is no weight: a norm, a bias, an array that acts element by element.
+    """
+
+    axes: tuple[int, ...] | None
+    how: str
+    vector: bool = False
+
+
+def axes_by_name(path: str, shape: Sequence[int]) -> Found:
+    """What the name of a leaf tells, by `NAMES`.
+
+    >>> axes_by_name("layers/0/mlp/kernel", (64, 256))
+    Found(axes=(-2,), how='name: (in, out) as in Flax', vector=False)
+    """
+    if len(shape) < 2:
+        return Found(None, "a vector", vector=True)
+    path = path.replace(".", "/")  # the flat names of files
+    if _VECTORS.fullmatch(path):
+        return Found(None, "the name of a norm or a bias", vector=True)
+    for pattern, axis, why in NAMES:
+        if re.fullmatch(pattern, path, re.I):
+            # With more axes, a kernel may have heads, a window or layers beside the two that are meant.
+            if len(shape) == 2 or (len(shape) == 3 and axis == -1):
+                return Found((axis,), f"name: {why}")
+            return Found(None, f"{len(shape)} axes: pass fn=, or a rule with an axis")
+    return Found(None, "name not known: pass fn=, or a rule with an axis")
+
+
+def axes_by_program(fn: Callable[..., Any], leaves: Sequence[Any], call: Callable[..., Any], args: Any) -> list[Found]:
+    """How `fn(call(leaves), *args)` uses each leaf; leaves and arguments may be types (`jax.ShapeDtypeStruct`)."""
+    given, tree = jax.tree.flatten((list(leaves), args), is_leaf=is_implicit)
+    at = [i for i, x in enumerate(given) if hasattr(x, "dtype") and not is_implicit(x)]
+
+    def traced(arrays: list[Any]) -> Any:
+        full = list(given)
+        for i, x in zip(at, arrays, strict=True):
+            full[i] = x
+        leaves, args = jax.tree.unflatten(tree, full)
+        return fn(call(leaves), *args)
+
+    try:
+        program: Any = jax.make_jaxpr(implicit(traced) if any(map(is_implicit, given)) else traced)(
+            [given[i] for i in at]
+        )
+    except Exception as error:
+        error.add_note("quantize_tree traced fn(params, *args) to see which axes it contracts.")
+        raise
+    uses = _Uses()
+    views = [_View(i, tuple((a,) for a in range(x.ndim))) for i, x in enumerate(given[i] for i in at)]
+    uses.walk(program.jaxpr, views)
+    place = {i: n for n, i in enumerate(at)}
+    return [
+        _conclude(uses.of.get(place[i], set()), leaf.shape) if i in place else Found(None, "not an array")
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def _conclude(uses: "set[_Use]", shape: Sequence[int]) -> Found:
+    ndim = len(shape)
+    summed = {tuple(a for a in use.axes if shape[a] > 1) or use.axes for use in uses if use.kind == "product"}
+    rows = any(use.kind == "lookup" for use in uses)
+    if len(summed) > 1:
+        axes = " and ".join(sorted(str(tuple(a - ndim for a in axes)) for axes in summed))
+        return Found(None, f"fn contracts it along axes {axes}: choose one by a rule with an axis")
+    if summed:
+        (axes,) = summed
+        return Found(tuple(a - ndim for a in axes), "fn")
+    if rows and ndim >= 2:
+        return Found((-1,), "fn: rows are looked up")
+    others = sorted({use.kind for use in uses})
+    if not others:
+        return Found(None, "fn does not use it")
+    return Found(None, f"fn uses it in {', '.join(others)} only", vector=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """A value that holds a leaf's elements: for each of its axes, the leaf's axes that run along it."""
+
+    leaf: int
+    axes: tuple[tuple[int, ...], ...]
+
+    def along(self, axes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted({a for axis in axes for a in self.axes[axis]}))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    kind: str
+    axes: tuple[int, ...] = ()
+
+
+# One operand in, the same axes out.
+_SAME = {"convert_element_type", "copy", "copy_p", "neg", "reduce_precision", "stop_gradient", "sharding_constraint"}
+_SAME |= {"slice", "pcast", "pvary", "reshard", "mesh_cast"}
+
+
+class _Uses:
+    """Follows leaves through a program and notes what becomes of them."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, set[_Use]] = {}
+
+    def note(self, view: _View, kind: str, axes: Sequence[int] = ()) -> None:
+        self.of.setdefault(view.leaf, set()).add(_Use(kind, view.along(axes)))
+
+    def walk(self, jaxpr: Jaxpr, views: Sequence[_View | None]) -> list[_View | None]:
+        known: dict[Any, _View] = {var: view for var, view in zip(jaxpr.invars, views, strict=True) if view is not None}
+        for eqn in jaxpr.eqns:
+            found = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
+            if any(view is not None for view in found):
+                outs = self.step(eqn, found)
+                known |= {var: view for var, view in zip(eqn.outvars, outs, strict=False) if view is not None}
+        return [None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars]
+
+    def step(self, eqn: JaxprEqn, views: list[_View | None]) -> Sequence[_View | None]:
+        """Note the uses of an equation; the views among its results."""
+        name, params = eqn.primitive.name, eqn.params
+        inner = list(subjaxprs(params))
+        if name == "scan":
+            return self.scan(inner[0], views, params["num_consts"], params["num_carry"])
+        if name == "while":
+            return self.loop(views, params)
+        if name == "cond":
+            outs = [self.walk(branch, views[1:]) for branch in inner]
+            return [next((v for v in choices if v is not None), None) for choices in zip(*outs, strict=True)]
+        for body in inner:
+            if len(body.invars) == len(views):
+                return self.walk(body, views)
+        if name == "optimization_barrier":
+            return views
+        if name in ("dot_general", "ragged_dot_general"):
+            # Batch axes are stacked layers or experts: scales have those in any case.
+            dims = params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]
+            summed = (dims if name == "dot_general" else dims.dot_dimension_numbers)[0]
+            for view, axes in zip(views[:2], summed, strict=True):
+                if view is not None:
+                    self.note(view, "product", axes)
+            return []
+        if name == "mul" and views[0] is None and math.prod(_shape(eqn.invars[0])) == 1:
+            return views[1:]
+        if views[0] is not None:
+            moved = self.moved(eqn, name, views[0])
+            if moved is not None:
+                return [moved]
+        for view in views:
+            if view is not None:
+                self.note(view, "lookup" if name in ("gather", "dynamic_slice") else name)
+        return []
+
+    def moved(self, eqn: JaxprEqn, name: str, view: _View) -> _View | None:
+        """What an equation that only moves its first operand makes of it."""
+        params, shape = eqn.params, _shape(eqn.outvars[0])
+        if name in _SAME or (name in ("mul", "div") and math.prod(_shape(eqn.invars[1])) == 1):
+            return view
+        if name == "transpose":
+            return _View(view.leaf, tuple(view.axes[a] for a in params["permutation"]))
+        if name == "squeeze":
+            return _View(view.leaf, tuple(a for i, a in enumerate(view.axes) if i not in params["dimensions"]))
+        if name == "broadcast_in_dim":
+            place = {to: view.axes[i] for i, to in enumerate(params["broadcast_dimensions"])}
+            return _View(view.leaf, tuple(place.get(i, ()) for i in range(len(shape))))
+        if name == "reshape":
+            return _View(view.leaf, tuple(_regrouped(_shape(eqn.invars[0]), shape, view.axes)))
+        if name == "dynamic_slice" and len(shape) > 2 and shape[1:] == _shape(eqn.invars[0])[1:]:
+            return view  # a layer of a stack
+        if name == "gather" and len(view.axes) > 2:
+            dims = params["dimension_numbers"]
+            whole = params["slice_sizes"][1:] == _shape(eqn.invars[0])[1:]
+            if whole and dims.start_index_map == (0,) and dims.collapsed_slice_dims == (0,):
+                place = dict(zip(dims.offset_dims, view.axes[1:], strict=True))
+                return _View(view.leaf, tuple(place.get(i, ()) for i in range(len(shape))))
+        return None
+
+    def scan(self, body: Jaxpr, views: list[_View | None], consts: int, carry: int) -> Sequence[_View | None]:
+        inside = [*views[: consts + carry]]
+        inside += [v and _View(v.leaf, v.axes[1:]) for v in views[consts + carry :]]
+        outs = self.walk(body, inside)
+        stacked = [v and _View(v.leaf, ((), *v.axes)) for v in outs[carry:]]
+        return [*outs[:carry], *stacked]
+
+    def loop(self, views: list[_View | None], params: dict[str, Any]) -> Sequence[_View | None]:
+        tests, bodies = params["cond_nconsts"], params["body_nconsts"]
+        state = views[tests + bodies :]
+        self.walk(params["cond_jaxpr"].jaxpr, [*views[:tests], *state])
+        return self.walk(params["body_jaxpr"].jaxpr, [*views[tests : tests + bodies], *state])
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(jnp.shape(var.val)) if isinstance(var, Literal) else tuple(getattr(var.aval, "shape", ()))
+
+
+def _regrouped(
+    before: Sequence[int], after: Sequence[int], axes: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
+    """The axes after a reshape: where axes are merged or split, all of their group run along each."""
+    i = j = 0
+    while j < len(after):
+        group, sizes = list(axes[i : i + 1]), (before[i] if i < len(before) else 1)
+        i, first, length = i + 1, j, after[j]
+        j += 1
+        while sizes != length and (i < len(before) or j < len(after)):
+            if (sizes < length or j == len(after)) and i < len(before):
+                sizes, group, i = sizes * before[i], [*group, axes[i]], i + 1
+            else:
+                length, j = length * after[j], j + 1
+        merged = tuple(sorted({a for axis in group for a in axis}))
+        yield from (merged if after[k] > 1 else () for k in range(first, j))

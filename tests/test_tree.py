@@ -1,0 +1,288 @@
+"""quantize_tree: which leaves, in which format, along which axis; and a report that says so."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, assert_same_bits
+from jax import lax
+
+import lowbit
+from lowbit import QuantizationConfig, Rule, quantize_tree, tree
+
+
+def normal(*shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(sum(shape)), shape)
+
+
+def model() -> dict[str, Any]:
+    return {
+        "embed": {"embedding": normal(128, 64)},
+        "layers": [
+            {"up": {"kernel": normal(64, 96), "bias": normal(96)}, "norm": {"scale": normal(64)}},
+            {"up": {"kernel": normal(64, 97), "bias": normal(97)}, "norm": {"scale": normal(64)}},
+        ],
+        "steps": jnp.int32(3),
+        "tiny": {"kernel": normal(4, 4)},
+    }
+
+
+def formats(report: lowbit.Report) -> dict[str, str | None]:
+    return {row.path: row.format for row in report if row.format}
+
+
+def test_one_word_quantizes_the_weights_and_nothing_else() -> None:
+    params = model()
+    quantized, report = quantize_tree(params, "int8")
+    assert formats(report) == {
+        "embed/embedding": "int8",
+        "layers/0/up/kernel": "int8",
+        "layers/1/up/kernel": "int8",
+    }
+    kernel, embedding = params["layers"][0]["up"]["kernel"], params["embed"]["embedding"]
+    assert_same_bits(quantized["layers"][0]["up"]["kernel"], lowbit.Array8B.quantize(kernel, axis=-2))
+    assert_same_bits(quantized["embed"]["embedding"], lowbit.Array8B.quantize(embedding, axis=-1))
+    assert quantized["layers"][0]["up"]["bias"] is params["layers"][0]["up"]["bias"]
+    assert isinstance(params["embed"]["embedding"], jax.Array)  # what came in is as it was
+    reasons = {row.path: row.why for row in report.kept}
+    assert reasons["tiny/kernel"] == "fewer than 1,024 elements"
+    assert reasons["steps"] == "its dtype is int32"
+    assert reasons["layers/0/norm/scale"] == "a vector"
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    rules = {"*1/up*": None, "*embed*": "int8", "re:layers/\\d+/.*": "ternary", "*": "nf4"}
+    _, report = quantize_tree(model(), rules)
+    assert formats(report) == {"embed/embedding": "int8", "layers/0/up/kernel": "ternary"}
+    assert report["layers/1/up/kernel"].why == "the rule '*1/up*'"
+
+
+def test_what_a_rule_names_is_quantized_small_or_not_and_vectors_when_it_names_them_alone() -> None:
+    _, report = quantize_tree(model(), {"tiny*": "int8", "*bias": "int8", "*layers*": "nf4"}, strict=True)
+    assert formats(report) == {
+        "tiny/kernel": "int8",
+        "layers/0/up/bias": "int8",
+        "layers/1/up/bias": "int8",
+        "layers/0/up/kernel": "nf4",
+        "layers/1/up/kernel": "nf4",
+    }
+    assert report["layers/0/norm/scale"].why == "a vector"
+    assert report["embed/embedding"].why == "no rule matches"
+
+
+def test_rules_may_look_at_shape_and_dtype_and_set_axis_and_options() -> None:
+    rules = [
+        Rule("*", QuantizationConfig("nf4", 32, axis=0, double_quant=True), where=lambda leaf: leaf.shape == (64, 96)),
+        Rule("*kernel", "binary", where=lambda leaf: leaf.dtype == jnp.float32 and leaf.ndim == 2),
+    ]
+    params, report = quantize_tree(model(), rules)
+    assert formats(report) == {"layers/0/up/kernel": "nf4", "layers/1/up/kernel": "binary", "tiny/kernel": "binary"}
+    assert report["layers/0/up/kernel"].why == "rule"
+    want = lowbit.ArrayNF4.quantize(model()["layers"][0]["up"]["kernel"], axis=0, block_size=32, double_quant=True)
+    assert_same_bits(params["layers"][0]["up"]["kernel"], want)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "axes"),
+    [
+        ("block/Dense_0/kernel", (8, 4), (-2,)),
+        ("layers/0/weight", (8, 4), (-1,)),
+        ("experts/weight", (3, 8, 4), (-1,)),
+        ("model.layers.0.mlp.down_proj.weight", (8, 4), (-1,)),
+        ("transformer.h.0.attn.c_attn.weight", (8, 4), (-2,)),
+        ("model.embed_tokens.weight", (8, 4), (-1,)),
+        ("Embed_0/embedding", (8, 4), (-1,)),
+        ("mlp/linear_1/w", (8, 4), (-2,)),
+        ("attention/query/kernel", (8, 2, 4), None),
+        ("conv/weight", (8, 4, 3, 3), None),
+        ("model.layers.0.input_layernorm.weight", (2, 8), None),
+        ("ln_1/scale", (2, 8), None),
+        ("anything", (8, 4), None),
+    ],
+)
+def test_names_tell_the_axis(path: str, shape: tuple[int, ...], axes: Any) -> None:
+    assert lowbit.axes.axes_by_name(path, shape).axes == axes
+
+
+def test_ambiguous_leaves_are_kept_and_said_or_raise() -> None:
+    params = {"theta": normal(64, 64), "kernel": normal(64, 4, 16)}
+    quantized, report = quantize_tree(params, "nf4")
+    assert quantized["theta"] is params["theta"]
+    assert report["theta"].why == "name not known: pass fn=, or a rule with an axis"
+    assert report["kernel"].why == "3 axes: pass fn=, or a rule with an axis"
+    with pytest.raises(ValueError, match=r"could not do as asked for kernel: 3 axes.*; theta: name not known"):
+        quantize_tree(params, "nf4", strict=True)
+    _, report = quantize_tree(params, QuantizationConfig("nf4", axis=0), strict=True)
+    assert formats(report) == {"theta": "nf4", "kernel": "nf4"}
+
+
+def gated(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x) * jax.nn.silu(x)  # with a custom derivative inside
+
+
+# A program, the shape of its weight, and the axes that it contracts.
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
+    "x @ w": (lambda w, x: gated(x @ w), (64, 96), -2),
+    "x @ w.T": (lambda w, x: x @ w.T, (96, 64), -1),
+    "cast and scaled": (lambda w, x: x.astype(jnp.bfloat16) @ (0.5 * w.astype(jnp.bfloat16)), (64, 96), -2),
+    "einsum to heads": (lambda w, x: jnp.einsum("sd,dhk->shk", x, w), (64, 4, 16), -3),
+    "einsum from heads": (lambda w, x: jnp.einsum("shk,hkd->sd", x.reshape(8, 4, 16), w), (4, 16, 64), -2),
+    "heads merged": (lambda w, x: x @ w.reshape(64, 64), (64, 4, 16), -3),
+    "scan": (lambda w, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], (3, 64, 64), -2),
+    "scan of checkpoint": (
+        lambda w, x: lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w.T), None)), x, w)[0],
+        (3, 64, 64),
+        -1,
+    ),
+    "loop over layers": (lambda w, x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ w[i]), x), (3, 64, 64), -2),
+    "experts": (lambda w, x: jnp.einsum("sd,edn->esn", x, w), (3, 64, 32), -2),
+    "chosen experts": (lambda w, x: jnp.einsum("sd,sdn->sn", x, w[jnp.arange(8) % 3]), (3, 64, 32), -2),
+    "ragged": (lambda w, x: lax.ragged_dot(x, w, jnp.array([3, 1, 4])), (3, 64, 32), -2),
+    "vmap": (lambda w, x: jax.vmap(lambda row: w @ row)(x), (96, 64), -1),
+    "jit and cond": (
+        lambda w, x: jax.jit(lambda w: lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: 2 * (x @ w), w))(w),
+        (64, 96),
+        -2,
+    ),
+    "embedding": (lambda w, x: jnp.take(w, jnp.array([3, 5]), axis=0), (128, 64), -1),
+    "tied head": (lambda w, x: (x + w[jnp.arange(8)]) @ w.T, (128, 64), -1),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_tells_the_axis(name: str) -> None:
+    fn, shape, axis = PROGRAMS[name]
+    params, x = {"theta": normal(*shape)}, normal(8, 64)
+    quantized, report = quantize_tree(params, "nf4", fn=lambda p, x: fn(p["theta"], x), args=(x,), strict=True)
+    assert report["theta"].axis == axis
+    assert report["theta"].why.startswith("fn")
+    # Blocks lie along that axis, each inside one matrix of a stack.
+    spans = [16 if a == axis else 1 for a in range(-len(shape), 0)]
+    small, _ = quantize_tree(params, QuantizationConfig("nf4", 16), fn=lambda p, x: fn(p["theta"], x), args=(x,))
+    blocks = [-(-n // span) for n, span in zip(shape, spans, strict=True)]
+    assert small["theta"].absmax.shape == tuple(blocks)
+    with lowbit.materialization("error"):
+        got = lowbit.implicit(fn)(quantized["theta"], x)
+    assert_close(got, fn(quantized["theta"].materialize(), x), 1e-2 if "cast" in name else 2e-5)
+
+
+def test_all_contracted_axes_share_a_scale_where_a_format_has_no_blocks() -> None:
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.einsum("shk,hkd->sd", x.reshape(8, 4, 16), p["w"])
+
+    _, report = quantize_tree({"w": normal(4, 16, 64)}, "int8", fn=fn, args=(normal(8, 64),))
+    assert report["w"].axis == (-3, -2)
+
+
+def test_what_the_program_does_not_settle_is_said() -> None:
+    params = {"both": normal(64, 64), "unused": normal(64, 64), "scale": normal(3, 640), "weight": normal(64, 64)}
+
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        return (x @ p["both"]) @ p["both"].T * p["scale"][0, :64]
+
+    _, report = quantize_tree(params, "nf4", fn=fn, args=(jax.ShapeDtypeStruct((8, 64), jnp.float32),))
+    assert report["both"].why == "fn contracts it along axes (-1,) and (-2,): choose one by a rule with an axis"
+    assert report["unused"].why == "fn does not use it"
+    assert report["scale"].why == "fn uses it in mul only"
+    assert formats(report) == {"weight": "nf4"}  # not used, but its name tells
+    with pytest.raises(TypeError) as error:
+        quantize_tree(params, "nf4", fn=lambda p, x: fn(p, x) + "a", args=(normal(8, 64),))
+    assert any("quantize_tree traced fn" in note for note in error.value.__notes__)
+
+
+def test_strict_finds_rules_that_match_nothing() -> None:
+    with pytest.raises(ValueError, match=r"no leaf matches '\*embd\*'.*The paths are embed/embedding, layers/0"):
+        quantize_tree(model(), {"*embd*": "int8", "*": "nf4"}, strict=True)
+    _, report = quantize_tree(model(), {"*embd*": "int8", "*": "nf4"})
+    assert report.unmatched == ("*embd*",)
+    assert str(report).endswith("The rule '*embd*' matched no leaf.")
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "text"),
+    [
+        ("nf5", ValueError, "Unknown quantization type 'nf5'"),
+        ({"*": "nf5"}, ValueError, "Unknown quantization type 'nf5'"),
+        ({"*": 4}, TypeError, "The rule '*' asks for 4"),
+        ({3: "nf4"}, TypeError, "The pattern of a rule is a string, not 3"),
+        ({"re:(": "nf4"}, ValueError, "The pattern 're:(' is no regular expression"),
+        ([("*", "nf4")], TypeError, "('*', 'nf4') is neither"),
+    ],
+)
+def test_bad_rules_raise_at_once(rules: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        quantize_tree(model(), rules)
+
+
+def test_the_report_is_right() -> None:
+    params, report = quantize_tree(model(), {"*embed*": "nf4", "*": "int8"})
+    row = report["embed/embedding"]
+    w = model()["embed"]["embedding"]
+    q = params["embed"]["embedding"]
+    assert (row.before, row.after) == (w.nbytes, sum(part.nbytes for part in jax.tree.leaves(q)))
+    assert row.error == pytest.approx(float(jnp.linalg.norm(q.materialize() - w) / jnp.linalg.norm(w)), rel=1e-5)
+    assert report.before == sum(np.asarray(x).nbytes for x in jax.tree.leaves(model()))
+    assert report.after == sum(part.nbytes for part in jax.tree.leaves(params))
+    text = str(report).splitlines()
+    assert text[0].split() == ["path", "shape", "format", "axis", "bits", "MB", "error", "why"]
+    assert len(text) == 1 + len(report) + 1
+    line = next(line for line in text if line.startswith("embed/embedding"))
+    assert line.split()[1:5] == ["128x64", "nf4", "-1", "4.50"]
+    assert f"{row.error:.6f}" in line
+    with pytest.raises(KeyError, match="no leaf 'embed'"):
+        report["embed"]
+
+
+def test_a_plan_needs_no_weights() -> None:
+    params, want = quantize_tree(model(), "nf4")
+    structs = jax.eval_shape(lambda p: quantize_tree(p, "nf4")[0], model())
+    assert jax.tree.structure(structs) == jax.tree.structure(params)
+    assert [x.shape for x in jax.tree.leaves(structs)] == [x.shape for x in jax.tree.leaves(params)]
+    plan, report = quantize_tree(jax.eval_shape(model), "nf4")
+    assert jax.tree.structure(plan) == jax.tree.structure(params)
+    assert [row.after for row in report] == [row.after for row in want]
+    assert report["embed/embedding"].error is None
+
+
+def test_quantized_leaves_are_left_alone_and_tied_ones_stay_tied() -> None:
+    w = normal(64, 64)
+    params, report = quantize_tree({"a": {"kernel": w}, "b": {"kernel": w}}, "nf4")
+    assert params["a"]["kernel"] is params["b"]["kernel"]
+
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        return x @ p["a"]["kernel"] @ p["b"]["kernel"] @ p["c"]
+
+    again, report = quantize_tree({**params, "c": w}, "int8", fn=fn, args=(normal(8, 64),))
+    assert again["a"]["kernel"] is params["a"]["kernel"]
+    assert report["a/kernel"].why == "quantized already, as ArrayNF4"
+    assert formats(report) == {"c": "int8"}
+    with pytest.raises(ValueError, match="a/kernel: quantized already, as ArrayNF4"):
+        quantize_tree(params, {"a*": "int8"}, strict=True)
+
+
+def test_errors_name_the_leaf() -> None:
+    with pytest.raises(ValueError, match=r"a/kernel: Cannot quantize to 'nf4': 1 of 4096 values are NaN"):
+        quantize_tree({"a": {"kernel": normal(64, 64).at[2, 3].set(jnp.nan)}}, "nf4")
+
+
+def test_dequantize_tree_is_the_way_back() -> None:
+    params, _ = quantize_tree(model(), "int8")
+    dense = lowbit.dequantize_tree(params)
+    assert jax.tree.structure(dense) == jax.tree.structure(model())
+    assert_close(dense["embed"]["embedding"], params["embed"]["embedding"].materialize(), 0)
+
+
+def test_long_work_shows_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    now = iter(range(1000))
+    monkeypatch.setattr(tree.time, "monotonic", partial(next, now))
+    quantize_tree(model(), "int8")
+    assert "quantizing" in capsys.readouterr().err
+    monkeypatch.setattr(tree.time, "monotonic", lambda: 0.0)
+    quantize_tree(model(), "int8")
+    assert capsys.readouterr().err == ""
