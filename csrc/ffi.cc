@@ -137,6 +137,20 @@ bool has_shape(const ffi::AnyBuffer& b, std::initializer_list<int64_t> shape) {
   return dims.size() == shape.size() && std::equal(dims.begin(), dims.end(), shape.begin());
 }
 
+// A stack of matrices, whatever axes it has in front. It is taken as it comes: a reshape of a value that is updated in
+// place would make XLA update a second copy of it.
+struct Matrices {
+  int64_t count, rows, columns;
+};
+
+std::optional<Matrices> matrices_of(const ffi::AnyBuffer& b) {
+  auto dims = b.dimensions();
+  if (dims.size() < 2) return std::nullopt;
+  Matrices m{1, dims[dims.size() - 2], dims[dims.size() - 1]};
+  for (size_t i = 0; i + 2 < dims.size(); ++i) m.count *= dims[i];
+  return m;
+}
+
 std::optional<Float> float_of(ffi::DataType type) {
   if (type == ffi::DataType::F32) return Float::f32;
   if (type == ffi::DataType::BF16) return Float::bf16;
@@ -178,18 +192,19 @@ ffi::Error set_layout(std::string_view format, int64_t layers, int64_t rows, int
 ffi::Error set_weights(ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset,
                        ffi::AnyBuffer scale_map, std::string_view format, int64_t columns, int64_t row_span,
                        int64_t col_span, Weights& w) {
-  if (codes.dimensions().size() != 3) return invalid("codes " + text_of(codes) + " must have three axes.");
-  const int64_t layers = codes.dimensions()[0], rows = codes.dimensions()[1];
+  const auto stored = matrices_of(codes), scaled = matrices_of(scales);
+  if (!stored) return invalid("codes " + text_of(codes) + " must have at least two axes.");
+  if (!scaled) return invalid("scales " + text_of(scales) + " must have at least two axes.");
+  const int64_t layers = stored->count, rows = stored->rows;
   if (auto error = set_layout(format, layers, rows, columns, row_span, col_span, w); error.failure()) return error;
   auto code_type = w.format == Format::int8 ? ffi::DataType::S8 : ffi::DataType::U8;
-  if (codes.element_type() != code_type || codes.dimensions()[2] != w.row_bytes) {
+  if (codes.element_type() != code_type || stored->columns != w.row_bytes) {
     return invalid("codes " + text_of(codes) + " must be " + (w.format == Format::int8 ? "s8" : "u8") + " with " +
                    std::to_string(w.row_bytes) + " bytes for " + std::to_string(columns) + " columns.");
   }
-  if (scales.dimensions().size() != 3) return invalid("scales " + text_of(scales) + " must have three axes.");
-  w.scale_layers = scales.dimensions()[0];
-  if ((w.scale_layers != layers && w.scale_layers != 1) ||
-      !has_shape(scales, {w.scale_layers, w.scale_rows, w.scale_cols})) {
+  w.scale_layers = scaled->count;
+  if ((w.scale_layers != layers && w.scale_layers != 1) || scaled->rows != w.scale_rows ||
+      scaled->columns != w.scale_cols) {
     return invalid("scales " + text_of(scales) + " do not fit codes " + text_of(codes) + " with row_span " +
                    std::to_string(row_span) + " and col_span " + std::to_string(col_span) + ".");
   }

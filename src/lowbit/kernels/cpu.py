@@ -121,7 +121,7 @@ class _Product:
             jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), columns), self.dtype),
         )(
             x.reshape(math.prod(batch), math.prod(rows), x.shape[-1]),
-            w.codes.reshape(layers, *w.codes.shape[-2:]),
+            w.codes,
             *_scale_operands(w, layers),
             _layer_numbers(w),
             format=w.decoder,
@@ -233,7 +233,7 @@ def _scale_operands(w: QuantizedArray, layers: int) -> Iterator[jax.Array]:
     """Scales, and what decodes them where they are codes themselves: scale of a group, offset, table."""
     none = lax.full((0, 0), 0, jnp.float32)
     scales, group, offset, table = w.coded_scales() or (w.scale_values(), none, none, none.reshape(0))
-    yield scales.reshape(layers, *scales.shape[-2:])
+    yield scales
     for part in (group, offset):
         yield part.reshape(layers if part.size else 0, part.shape[-1])
     yield table
@@ -258,14 +258,14 @@ def take_fits(w: QuantizedArray, rows: jax.Array) -> bool:
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     """The rows of a matrix as stored, for row numbers of shape (..., 1)."""
-    codes, scales = w.codes[None], _scale_operands(lax.stop_gradient(w), 1)
+    scales = _scale_operands(lax.stop_gradient(w), 1)
     y = jax.ffi.ffi_call(
         "lowbit_take",
         jax.ShapeDtypeStruct((rows.size, w.stored_shape[-1]), w.dtype),
         vmap_method="sequential",
     )(
         rows.reshape(rows.size).astype(jnp.int32),
-        codes,
+        w.codes,
         *scales,
         lax.full((1,), 0, jnp.int32),
         format=w.decoder,
