@@ -1,0 +1,266 @@
+"""Text to token ids and back, as the fields of a GGUF file say.
+
+Byte-level BPE: text is cut into words by a regular expression, each byte of a word is written as one visible
+character, and pairs of neighbours are merged in the order of the file's list. How the words are cut is in the field
+`tokenizer.ggml.pre`; the table below has a row for each that is known (llama.cpp, `llama-vocab.cpp`).
+"""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+
+class _Pre(NamedTuple):
+    """What a value of `tokenizer.ggml.pre` means.
+
+    - `splits`: regular expressions, each applied to the pieces that the one before left. What matches is a piece, and
+      so is what lies between.
+    - `whole_words`: a word that is a token is taken as it is, even if no merges lead there.
+    - `add_bos`: if the file does not say.
+    """
+
+    splits: tuple[str, ...]
+    whole_words: bool
+    add_bos: bool
+
+
+_PRE = {
+    # Each digit alone, then the expression of GPT-2.
+    "smollm": _Pre(
+        (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
+        whole_words=False,
+        add_bos=False,
+    ),
+    # The expression of Llama 3: digits in threes, line breaks with the punctuation or space before them.
+    "llama-bpe": _Pre(
+        (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+        whole_words=True,
+        add_bos=True,
+    ),
+}
+# Types of tokens in `tokenizer.ggml.token_type`: both are found in the text as they stand, before it is cut, but only
+# user-defined ones are text themselves.
+_CONTROL, _USER_DEFINED = 3, 4
+
+# The turns of ChatML. A system prompt in the template is for conversations that bring none.
+_TURN, _TURN_END = "<|im_start|>", "<|im_end|>"
+_DEFAULT_SYSTEM = re.compile(re.escape(_TURN) + r"system\n([^'\"{}]*)" + re.escape(_TURN_END))
+
+
+class Tokenizer:
+    """Token ids of text, and text of token ids. `Tokenizer.from_gguf(file.metadata)` makes one.
+
+        tokenizer = Tokenizer.from_gguf(GGUFFile("model.gguf").metadata)
+        tokenizer.decode(tokenizer.encode("Hello"))     # 'Hello'
+        for piece in tokenizer.stream(ids): ...         # as the ids come
+
+    - `bos`, `eos`: the ids that begin and end a text, or None.
+    - `add_bos`: whether `encode` begins with `bos`.
+    """
+
+    bos: int | None
+    eos: int | None
+    add_bos: bool
+
+    def __init__(
+        self,
+        tokens: Sequence[str],
+        merges: Sequence[str],
+        pre: str,
+        *,
+        token_type: Sequence[int] = (),
+        bos: int | None = None,
+        eos: int | None = None,
+        add_bos: bool | None = None,
+        chat_template: str | None = None,
+    ):
+        how = _PRE[pre]
+        ids = {token: i for i, token in enumerate(tokens)}
+        pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+        _check_merges(ids, pairs)
+        byte_of = _byte_alphabet()
+        types = token_type or [1] * len(tokens)
+        self.bos, self.eos = bos, eos
+        self.add_bos = how.add_bos if add_bos is None else add_bos
+        self._chat_template = chat_template
+        self._control = {t: ids[t] for t, type in zip(tokens, types, strict=True) if type == _CONTROL and t}
+        self._bytes = [
+            b"" if type == _CONTROL else token.encode() if type == _USER_DEFINED else _spelled(token, byte_of)
+            for token, type in zip(tokens, types, strict=True)
+        ]
+        self._missing = frozenset(byte for char, byte in byte_of.items() if char not in ids)
+        # The longest first, as one may begin like another; without any, what never matches.
+        names = sorted(self._control, key=len, reverse=True)
+        self._controls = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "((?!))")
+        user_defined = [t for t, type in zip(tokens, types, strict=True) if type == _USER_DEFINED and t]
+        self._bpe = _bpe(ids, pairs, how, user_defined)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+        """The tokenizer in the metadata of a GGUF file, or a `ValueError` that names the field that does not fit."""
+        read = _Fields(metadata)
+        read.one_of("tokenizer.ggml.model", ["gpt2"])
+        pre = read.one_of("tokenizer.ggml.pre", list(_PRE))
+        tokens = read.list_of("tokenizer.ggml.tokens", str)
+        if len(set(tokens)) < len(tokens):
+            raise ValueError("The GGUF field tokenizer.ggml.tokens has the same token twice.")
+        types = read.list_of("tokenizer.ggml.token_type", int) if "tokenizer.ggml.token_type" in metadata else []
+        if types and len(types) != len(tokens):
+            raise ValueError(
+                f"The GGUF field tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens."
+            )
+        return cls(
+            tokens,
+            read.list_of("tokenizer.ggml.merges", str),
+            pre,
+            token_type=types,
+            bos=read.token("tokenizer.ggml.bos_token_id", len(tokens)),
+            eos=read.token("tokenizer.ggml.eos_token_id", len(tokens)),
+            add_bos=read.optional("tokenizer.ggml.add_bos_token", bool),
+            chat_template=read.optional("tokenizer.chat_template", str),
+        )
+
+    def __len__(self) -> int:
+        """How many tokens there are."""
+        return len(self._bytes)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text.
+
+        With `special`, control tokens in the text (`<|im_end|>`) are read as such, and `bos` is put first if the model
+        wants it. Without, everything is plain text, so that a user's words cannot end a turn.
+        """
+        missing = self._missing.intersection(text.encode())
+        if missing:
+            where, char = next((i, c) for i, c in enumerate(text) if missing.intersection(c.encode()))
+            raise ValueError(
+                f"Cannot encode the character {char!r} at {where}: this vocabulary has no token for a byte of it. "
+                "Remove the character."
+            )
+        if not special:
+            return self._bpe.encode(text, add_special_tokens=False).ids
+        ids = [self.bos] if self.add_bos and self.bos is not None else []
+        for piece in self._controls.split(text):
+            ids += [self._control[piece]] if piece in self._control else self.encode(piece, special=False)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids. Control tokens have none; bytes that are no UTF-8 give U+FFFD."""
+        return "".join(self.stream(ids))
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of token ids in pieces, as the ids come: `"".join(stream(ids)) == decode(ids)`.
+
+        A character whose bytes are in several tokens comes with the last of them.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for i in ids:
+            if not 0 <= i < len(self):
+                raise ValueError(f"There is no token {i}: this vocabulary has {len(self)}.")
+            if piece := decoder.decode(self._bytes[i]):
+                yield piece
+        if piece := decoder.decode(b"", final=True):
+            yield piece
+
+    def chat(self, prompt: str, *, system: str | None = None) -> list[int]:
+        """The ids of a conversation that begins with `prompt`, up to where the model is to answer.
+
+        The model must have been taught ChatML. Without `system`, the system prompt is that of the file's template,
+        if it has one.
+        """
+        template = self._chat_template or ""
+        absent = [token for token in (_TURN, _TURN_END) if token not in self._control or token not in template]
+        if absent:
+            raise ValueError(
+                f"The GGUF field tokenizer.chat_template is no ChatML, the only template that is known: "
+                f"{' and '.join(absent)} must be in it and a control token. Put a prompt together for `encode` instead."
+            )
+        if system is None and (found := _DEFAULT_SYSTEM.search(template.replace("\\n", "\n"))):
+            system = found[1]
+        turns = ([] if system is None else [f"system\n{system}"]) + [f"user\n{prompt}"]
+        ids = self.encode("")
+        for turn in turns:
+            ids += [self._control[_TURN], *self.encode(turn, special=False), self._control[_TURN_END]]
+            ids += self.encode("\n", special=False)
+        return [*ids, self._control[_TURN], *self.encode("assistant\n", special=False)]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte: itself if it is visible in Latin-1, else the next from U+0100 on."""
+    visible = [byte for byte in range(256) if 0x21 <= byte <= 0x7E or (0xA1 <= byte and byte != 0xAD)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _spelled(token: str, byte_of: Mapping[str, int]) -> bytes:
+    """The bytes that the characters of a token stand for; a token in other characters stands for itself."""
+    if all(char in byte_of for char in token):
+        return bytes(byte_of[char] for char in token)
+    return token.encode()
+
+
+def _check_merges(ids: Mapping[str, int], pairs: Sequence[tuple[str, ...]]) -> None:
+    for i, pair in enumerate(pairs):
+        unknown = [part for part in (*pair, "".join(pair)) if part not in ids]
+        if len(pair) != 2 or unknown:
+            raise ValueError(
+                f"Entry {i} of the GGUF field tokenizer.ggml.merges is {' '.join(pair)!r}: it must be two tokens and a "
+                "space between, and they must make a token together"
+                + (f"; {unknown[0]!r} is none." if unknown else ".")
+            )
+
+
+def _bpe(ids: dict[str, int], pairs: Sequence[tuple[str, ...]], how: _Pre, user_defined: Sequence[str]) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError("Text models take the tokenizers package: pip install 'lowbit[demo]'") from error
+    from tokenizers import models, pre_tokenizers
+
+    merges: Any = pairs
+    bpe = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=how.whole_words))
+    splits = [pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in how.splits]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, as_bytes])
+    bpe.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in user_defined])
+    return bpe
+
+
+class _Fields:
+    """Reads metadata fields of the types that they must have."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self.metadata = metadata
+
+    def required(self, name: str) -> Any:
+        if name not in self.metadata:
+            raise ValueError(f"The GGUF field {name} is missing: this file has no tokenizer that can be read.")
+        return self.metadata[name]
+
+    def one_of(self, name: str, known: list[str]) -> str:
+        value = self.required(name)
+        if value not in known:
+            raise ValueError(f"The GGUF field {name} is {value!r}. Known: {', '.join(known)}.")
+        return value
+
+    def list_of(self, name: str, kind: type) -> list[Any]:
+        value = self.required(name)
+        if not isinstance(value, list) or not all(type(entry) is kind for entry in value):
+            raise ValueError(f"The GGUF field {name} must be an array of {kind.__name__}.")
+        return value
+
+    def optional(self, name: str, kind: type) -> Any:
+        value = self.metadata.get(name)
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"The GGUF field {name} is {value!r}, and must be a {kind.__name__}.")
+        return value
+
+    def token(self, name: str, count: int) -> int | None:
+        value = self.optional(name, int)
+        if value is not None and not 0 <= value < count:
+            raise ValueError(f"The GGUF field {name} is {value}, and there are {count} tokens.")
+        return value

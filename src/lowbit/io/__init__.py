@@ -1,0 +1,1 @@
+"""Files of others: reading them without trusting them."""

