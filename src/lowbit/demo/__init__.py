@@ -1,1 +1,1 @@
-"""What `make demo` runs."""
+"""A real language model in plain JAX, to run quantized: what `lowbit demo` and `lowbit generate` do."""

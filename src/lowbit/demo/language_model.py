@@ -1,0 +1,106 @@
+"""A language model from a file, ready to read and to write text."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowbit import Report, quantize_tree
+from lowbit.io.gguf import GGUFFile
+from lowbit.runtime import implicit
+from lowbit.tree import Rules
+
+from . import llama
+from .llama import DENSE, Formats, LlamaConfig
+from .tokenizer import Tokenizer
+
+# Prompts are filled up to a multiple of this many tokens, and caches of the other, so that few programs are compiled.
+PROMPT_STEP, CACHE_STEP = 64, 256
+
+
+@partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
+@partial(implicit)
+def read(config: LlamaConfig, params: Any, tokens: jax.Array, cache: Any, last: Any, formats: Formats) -> Any:
+    """The token that follows a prompt, of which `last` is the last, and the cache that holds it."""
+    logits, cache = llama.forward(config, params, tokens, cache, 0, last=last, formats=formats)
+    return jnp.argmax(logits[:, -1:], -1).astype(jnp.int32), cache
+
+
+@partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
+@partial(implicit)
+def write(config: LlamaConfig, params: Any, token: jax.Array, cache: Any, position: Any, formats: Formats) -> Any:
+    """The token that follows another one, and the cache with that."""
+    logits, cache = llama.forward(config, params, token, cache, position, formats=formats)
+    return jnp.argmax(logits, -1).astype(jnp.int32), cache
+
+
+@partial(jax.jit, static_argnames=("config", "formats"))
+@partial(implicit)
+def score(config: LlamaConfig, params: Any, tokens: jax.Array, cache: Any, formats: Formats) -> jax.Array:
+    """The logits after each token of a text, read through the cache."""
+    return llama.forward(config, params, tokens, cache, 0, formats=formats)[0][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """Parameters, dense or quantized, with the tokenizer of their file.
+
+    - `formats`: of the keys and the values in the cache, None for float32.
+    """
+
+    config: LlamaConfig
+    tokenizer: Tokenizer
+    params: Any
+    formats: Formats = DENSE
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Self:
+        """The model in a GGUF file, in float32."""
+        file = GGUFFile(path)
+        tokenizer = Tokenizer.from_gguf(file.metadata)
+        config, params = llama.load(file)
+        return cls(config, tokenizer, params)
+
+    def quantized(self, rules: Rules, *, strict: bool = False) -> tuple[Self, Report]:
+        """The same model with its weights quantized."""
+        tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+        params, report = quantize_tree(
+            self.params, rules, fn=lambda p, t: llama.forward(self.config, p, t)[0], args=(tokens,), strict=strict
+        )
+        return dataclasses.replace(self, params=params), report
+
+    def cache(self, length: int) -> Any:
+        """An empty cache for at least `length` tokens."""
+        if length > self.config.context:
+            raise ValueError(f"{length} tokens are more than the {self.config.context} that this model can see.")
+        room = min(math.ceil(length / CACHE_STEP) * CACHE_STEP, self.config.context)
+        return llama.new_cache(self.config, room, self.formats)
+
+    def generate(self, prompt: Sequence[int], most: int) -> Iterator[int]:
+        """Up to `most` tokens after a prompt, the likeliest each time, until the model ends its text."""
+        if not prompt:
+            raise ValueError("The prompt has no token to go on from.")
+        filled = math.ceil(len(prompt) / PROMPT_STEP) * PROMPT_STEP
+        cache = self.cache(max(len(prompt) + most, filled))
+        tokens = np.zeros((1, min(filled, cache["k"].shape[-2])), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        token, cache = read(self.config, self.params, tokens, cache, len(prompt) - 1, self.formats)
+        for position in itertools.islice(itertools.count(len(prompt)), most):
+            number = int(token[0, 0])
+            if number == self.tokenizer.eos:
+                return
+            yield number
+            if position - len(prompt) + 1 < most:
+                token, cache = write(self.config, self.params, token, cache, position, self.formats)
+
+    def logits(self, tokens: Sequence[int]) -> jax.Array:
+        """The logits after each token, each seeing those before it: (tokens, vocabulary)."""
+        batch = jnp.asarray(tokens, jnp.int32)[None]
+        return score(self.config, self.params, batch, self.cache(len(tokens)), self.formats)

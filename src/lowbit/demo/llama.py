@@ -1,0 +1,167 @@
+"""A llama in plain JAX: layers stacked and scanned, a key-value cache, and no word of quantization but in the cache.
+
+Weights are (in, out), so that `x @ w` is the product; a layer is a slice of each stack.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import lowbit
+from lowbit.io.gguf import GGUFFile
+
+Params = dict[str, Any]
+Cache = dict[str, Any]
+Formats = tuple[str | None, str | None]  # of keys and values; None is dense
+DENSE: Formats = (None, None)
+
+# What the layers are called in the file. Norms are vectors; all others are stored (out, in) there.
+NAMES = {
+    "attn_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes of a model, by the names that papers use."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    context: int
+    rope_base: float
+    epsilon: float
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+
+def load(file: GGUFFile) -> tuple[LlamaConfig, Params]:
+    """The sizes and the parameters, in float32, of a llama in a GGUF file."""
+    fields = file.metadata
+    if fields.get("general.architecture") != "llama":
+        raise ValueError(
+            f"{file.path}: general.architecture is {fields.get('general.architecture')!r}, and the demo runs 'llama'."
+        )
+    read = {
+        "width": "llama.embedding_length",
+        "layers": "llama.block_count",
+        "heads": "llama.attention.head_count",
+        "kv_heads": "llama.attention.head_count_kv",
+        "hidden": "llama.feed_forward_length",
+        "context": "llama.context_length",
+        "rope_base": "llama.rope.freq_base",
+        "epsilon": "llama.attention.layer_norm_rms_epsilon",
+    }
+    missing = [key for key in read.values() if key not in fields]
+    if missing:
+        raise ValueError(f"{file.path}: the metadata has no {', '.join(missing)}.")
+    config = LlamaConfig(
+        vocabulary=file.shape("token_embd.weight")[0], **{name: fields[key] for name, key in read.items()}
+    )
+
+    def stack(name: str) -> jax.Array:
+        layers = [file.dense(f"blk.{i}.{name}.weight").T for i in range(config.layers)]
+        return jnp.asarray(np.stack(layers))  # a vector is its own transpose
+
+    params: Params = {
+        "embed": jnp.asarray(file.dense("token_embd.weight")),
+        "layers": {name: stack(stored) for name, stored in NAMES.items()},
+        "norm": jnp.asarray(file.dense("output_norm.weight")),
+    }
+    if "output.weight" in file:
+        params["head"] = jnp.asarray(file.dense("output.weight").T)
+    return config, params
+
+
+def new_cache(config: LlamaConfig, length: int, formats: Formats = DENSE) -> Cache:
+    """Room for the keys and values of `length` tokens, each dense or in a format."""
+    shape = (config.layers, 1, config.kv_heads, length, config.head_size)
+    return {name: stored(jnp.zeros(shape), format) for name, format in zip("kv", formats, strict=True)}
+
+
+def stored(x: jax.Array, format: str | None) -> Any:
+    """Keys or values as the cache keeps them: a scale for every token and head."""
+    return x if format is None else lowbit.quantize(x, lowbit.QuantizationConfig(format, axis=-1))
+
+
+def forward(
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    cache: Cache | None = None,
+    start: Any = 0,
+    *,
+    last: Any = None,
+    formats: Formats = DENSE,
+) -> tuple[jax.Array, Cache | None]:
+    """Logits of `tokens` (batch, length), and the cache with them written at `start`.
+
+    With `last`, only the logits after that token are computed. `formats` are those of the cache.
+    """
+    batch, length = tokens.shape
+    heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
+    positions = start + jnp.arange(length)
+    seen = jnp.arange(length if cache is None else cache["k"].shape[-2])
+    mask = seen <= positions[:, None]
+
+    def layer(carry: tuple[jax.Array, Cache | None], inputs: tuple[jax.Array, Params]) -> Any:
+        x, cache = carry
+        i, p = inputs
+        h = rms_norm(x, p["attn_norm"], config.epsilon)
+        q, k, v = (
+            jnp.swapaxes((h @ p[name]).reshape(batch, length, n, size), 1, 2)
+            for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        q, k = rope(q, positions, config.rope_base), rope(k, positions, config.rope_base)
+        if cache is not None:
+            new = {name: stored(x[None], f) for name, x, f in zip("kv", (k, v), formats, strict=True)}
+            at = (i, 0, 0, start, 0)
+            cache = {name: lax.dynamic_update_slice(cache[name], jnp.asarray(x), at) for name, x in new.items()}
+            k, v = (lax.dynamic_index_in_dim(cache[name], i, keepdims=False) for name in ("k", "v"))
+        # Every key serves a group of heads.
+        q = q.reshape(batch, kv_heads, heads // kv_heads, length, size)
+        scores = jnp.einsum("bkgsd,bktd->bkgst", q, k) / math.sqrt(size)
+        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+        mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, v).reshape(batch, heads, length, size)
+        x = x + jnp.swapaxes(mixed, 1, 2).reshape(batch, length, heads * size) @ p["o"]
+        h = rms_norm(x, p["mlp_norm"], config.epsilon)
+        x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+        return (x, cache), None
+
+    x = params["embed"][tokens]
+    (x, cache), _ = lax.scan(layer, (x, cache), (jnp.arange(config.layers), params["layers"]))
+    if last is not None:
+        x = lax.dynamic_slice_in_dim(x, last, 1, axis=1)
+    head = params["head"] if "head" in params else params["embed"].T
+    return rms_norm(x, params["norm"], config.epsilon) @ head, cache
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
+
+
+def rope(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
+    """Turn each pair of neighbours by an angle that grows with the position."""
+    size = x.shape[-1]
+    angles = positions[:, None] * base ** (-jnp.arange(0, size, 2) / size)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
