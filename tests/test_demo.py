@@ -154,10 +154,10 @@ def test_generation_ends_where_it_should(tiny: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_file_that_is_no_llama_is_refused(tmp_path: Path) -> None:
     path = tiny_file(tmp_path / "a.gguf", architecture="gpt2")
-    with pytest.raises(ValueError, match=r"a.gguf: general.architecture is 'gpt2', and the demo runs 'llama'"):
+    with pytest.raises(ValueError, match=r"a.gguf holds a model of the kind 'gpt2', and only 'llama' can be run"):
         LanguageModel.from_gguf(path)
     path = tiny_file(tmp_path / "b.gguf", **{"rope.freq_base": None})
-    with pytest.raises(ValueError, match=r"b.gguf: the metadata has no llama.rope.freq_base"):
+    with pytest.raises(ValueError, match=r"b.gguf: the metadata has no number for llama.rope.freq_base"):
         LanguageModel.from_gguf(path)
 
 
@@ -244,7 +244,7 @@ def test_mixed_rules_do_what_they_say(tiny: Path) -> None:
         **{f"layers/{name}": "nf4" for name in ("q", "k", "v", "o", "gate", "up")},
     }
     assert quantized.logits(TOKENS).shape == (len(TOKENS), model.config.vocabulary)
-    with pytest.raises(ValueError, match=r"no leaf matches '\*embd\*'"):
+    with pytest.raises(ValueError, match=r"No leaf matches '\*embd\*'"):
         model.quantized({"*embd*": "int8", "re:.*": "nf4"}, strict=True)
 
 

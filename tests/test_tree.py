@@ -115,7 +115,7 @@ def test_ambiguous_leaves_are_kept_and_said_or_raise() -> None:
     assert quantized["theta"] is params["theta"]
     assert report["theta"].why == "name not known: pass fn=, or a rule with an axis"
     assert report["kernel"].why == "3 axes: pass fn=, or a rule with an axis"
-    with pytest.raises(ValueError, match=r"could not do as asked for kernel: 3 axes.*; theta: name not known"):
+    with pytest.raises(ValueError, match=r"Could not quantize as asked: kernel: 3 axes.*; theta: name not known"):
         quantize_tree(params, "nf4", strict=True)
     _, report = quantize_tree(params, QuantizationConfig("nf4", axis=0), strict=True)
     assert formats(report) == {"theta": "nf4", "kernel": "nf4"}
@@ -196,7 +196,7 @@ def test_what_the_program_does_not_settle_is_said() -> None:
 
 
 def test_strict_finds_rules_that_match_nothing() -> None:
-    with pytest.raises(ValueError, match=r"no leaf matches '\*embd\*'.*The paths are embed/embedding, layers/0"):
+    with pytest.raises(ValueError, match=r"No leaf matches '\*embd\*'.*The paths are embed/embedding, layers/0"):
         quantize_tree(model(), {"*embd*": "int8", "*": "nf4"}, strict=True)
     _, report = quantize_tree(model(), {"*embd*": "int8", "*": "nf4"})
     assert report.unmatched == ("*embd*",)
@@ -263,6 +263,15 @@ def test_quantized_leaves_are_left_alone_and_tied_ones_stay_tied() -> None:
     assert formats(report) == {"c": "int8"}
     with pytest.raises(ValueError, match="a/kernel: quantized already, as ArrayNF4"):
         quantize_tree(params, {"a*": "int8"}, strict=True)
+
+
+def test_paths_that_look_alike_are_two_leaves() -> None:
+    params, report = quantize_tree({"a/kernel": normal(64, 64), "a": {"kernel": normal(3, 64, 64)}}, "nf4")
+    assert [(row.path, row.shape, row.format) for row in report] == [
+        ("a/kernel", (3, 64, 64), None),
+        ("a/kernel", (64, 64), "nf4"),
+    ]
+    assert isinstance(params["a/kernel"], lowbit.ArrayNF4)
 
 
 def test_errors_name_the_leaf() -> None:

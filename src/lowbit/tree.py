@@ -108,45 +108,20 @@ def quantize_tree(
     >>> [(row.path, row.format, row.axis) for row in report]
     [('embed', 'int8', -1), ('up/bias', None, None), ('up/kernel', 'nf4', -2)]
     """
-    ordered = _ordered(rules)
     found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
     paths, leaves = [leaf_path(path) for path, _ in found], [leaf for _, leaf in found]
     arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    by_rule: dict[int, list[int]] = {}  # each rule's leaves
-    for i in arrays:
-        chosen = next((r for r, rule in enumerate(ordered) if rule.matches(paths[i], leaves[i])), None)
-        if chosen is not None:
-            by_rule.setdefault(chosen, []).append(i)
-    unmatched = tuple(rule.pattern for r, rule in enumerate(ordered) if r not in by_rule)
-    if strict and unmatched:
-        raise ValueError(
-            f"quantize_tree: no leaf matches {', '.join(map(repr, unmatched))} (or an earlier rule took it). "
-            f"The paths are {', '.join(paths[i] for i in arrays[:20])}{', ...' if len(arrays) > 20 else ''}."
-        )
     uses = axes_by_program(fn, leaves, partial(jax.tree.unflatten, structure), tuple(args)) if fn else None
-    plans = {i: _Kept("no rule matches") for i in arrays}
-    for r, members in by_rule.items():
-        plans |= _plans(ordered[r], {i: (paths[i], leaves[i], uses[i] if uses else None) for i in members})
-    refused = [f"{paths[i]}: {plan.why}" for i in arrays if isinstance(plan := plans[i], _Kept) and plan.refused]
-    if strict and refused:
-        raise ValueError("quantize_tree could not do as asked for " + "; ".join(refused) + ".")
+    wanted = [(paths[i], leaves[i], uses[i] if uses else None) for i in arrays]
+    plans, unmatched = plan(rules, wanted, strict=strict)
     rows, done = [], {}
-    for i in _with_progress(arrays, "quantizing"):
-        leaf, plan = leaves[i], plans[i]
-        if isinstance(plan, _Kept):
-            size = int(leaf.nbytes) if is_implicit(leaf) else math.prod(leaf.shape) * leaf.dtype.itemsize
-            rows.append(Row(paths[i], tuple(leaf.shape), str(leaf.dtype), None, None, size, size, None, plan.why))
-            continue
-        key = (id(leaf), plan.config)  # arrays that are tied stay so
+    for i, planned in _with_progress(list(zip(arrays, plans, strict=True)), "quantizing"):
+        leaf, config = leaves[i], planned.config
+        key = (id(leaf), config)  # arrays that are tied stay so
         if key not in done:
-            done[key] = _quantized(paths[i], leaf, plan.config)
+            done[key] = (leaf, None) if config is None else quantized(paths[i], leaf, config)
         leaves[i], error = done[key]
-        before = math.prod(leaf.shape) * leaf.dtype.itemsize
-        axis = plan.config.axis
-        name = str(plan.config.dtype)
-        rows.append(
-            Row(paths[i], tuple(leaf.shape), str(leaf.dtype), name, axis, before, leaves[i].nbytes, error, plan.why)
-        )
+        rows.append(row(paths[i], leaf, leaves[i], planned, error))
     return jax.tree.unflatten(structure, leaves), Report(tuple(rows), unmatched)
 
 
@@ -170,15 +145,52 @@ def leaf_path(path: Sequence[Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class Plan:
+    """What to do with a leaf: the config to quantize it by, or None to keep it; and why.
+
+    `refused` says that it is kept although a rule asked for more.
+    """
+
+    config: QuantizationConfig | None
     why: str
-    refused: bool = False  # a rule asked for more
+    refused: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    config: QuantizationConfig
-    why: str
+def plan(
+    rules: Rules, leaves: Sequence[tuple[str, Any, Found | None]], *, strict: bool
+) -> tuple[list[Plan], tuple[str, ...]]:
+    """What the rules mean for each leaf, given with its path and its use; and the patterns that matched none."""
+    ordered = _ordered(rules)
+    by_rule: dict[int, list[int]] = {}  # each rule's leaves
+    for i, (path, leaf, _) in enumerate(leaves):
+        chosen = next((r for r, rule in enumerate(ordered) if rule.matches(path, leaf)), None)
+        if chosen is not None:
+            by_rule.setdefault(chosen, []).append(i)
+    unmatched = tuple(rule.pattern for r, rule in enumerate(ordered) if r not in by_rule)
+    if strict and unmatched:
+        known = ", ".join(path for path, *_ in leaves[:20])
+        raise ValueError(
+            f"No leaf matches {', '.join(map(repr, unmatched))} (or an earlier rule took it). "
+            f"The paths are {known}{', ...' if len(leaves) > 20 else ''}."
+        )
+    plans = dict.fromkeys(range(len(leaves)), _kept("no rule matches"))
+    for r, members in by_rule.items():
+        plans |= _plans(ordered[r], {i: leaves[i] for i in members})
+    refused = [f"{leaves[i][0]}: {plans[i].why}" for i in plans if plans[i].refused]
+    if strict and refused:
+        raise ValueError("Could not quantize as asked: " + "; ".join(refused) + ".")
+    return list(plans.values()), unmatched
+
+
+def row(path: str, before: Any, after: Any, plan: Plan, error: float | None) -> Row:
+    """The row of the report for a leaf as it was and as it is now."""
+    sizes = [int(x.nbytes) if is_implicit(x) else math.prod(x.shape) * x.dtype.itemsize for x in (before, after)]
+    name, axis = (None, None) if plan.config is None else (str(plan.config.dtype), plan.config.axis)
+    return Row(path, tuple(before.shape), str(before.dtype), name, axis, sizes[0], sizes[1], error, plan.why)
+
+
+def _kept(why: str, *, refused: bool = False) -> Plan:
+    return Plan(None, why, refused)
 
 
 def _ordered(rules: Rules) -> list[Rule]:
@@ -193,45 +205,44 @@ def _ordered(rules: Rules) -> list[Rule]:
     return ordered
 
 
-def _plans(rule: Rule, members: dict[int, tuple[str, Any, Found | None]]) -> dict[int, _Plan | _Kept]:
+def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> dict[int, Plan]:
     """What a rule means for the leaves it matches."""
     config = rule.config
     if config is None:
-        return {i: _Kept(f"the rule {rule.pattern!r}") for i in members}
-    plans: dict[int, _Plan | _Kept] = {}
+        return {i: _kept(f"the rule {rule.pattern!r}") for i in members}
+    plans: dict[int, Plan] = {}
     seen: dict[int, Found] = {}
     for i, (path, leaf, used) in members.items():
         if isinstance(leaf, QuantizedArray):
-            plans[i] = _Kept(f"quantized already, as {type(leaf).__name__}", refused=not rule.is_default)
+            plans[i] = _kept(f"quantized already, as {type(leaf).__name__}", refused=not rule.is_default)
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
-            plans[i] = _Kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
+            plans[i] = _kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
         else:
             named = axes_by_name(path, leaf.shape)
             # A program that does not use a leaf tells nothing of it.
-            seen[i] = named if used is None or (used.axes is None and not used.vector and named.axes) else used
-            if named.vector and len(leaf.shape) < 2:
-                seen[i] = named
+            unknown = used is None or (used.axes is None and not used.vector and named.axes is not None)
+            seen[i] = named if used is None or unknown or len(leaf.shape) < 2 else used
     vectors_alone = all(found.vector for found in seen.values())
     for i, found in seen.items():
-        leaf = members[i][1]
+        shape = members[i][1].shape
         if config.axis is not None and not (found.vector and rule.is_default):
-            plans[i] = _Plan(config, "rule")
-        elif found.vector and (rule.is_default or not vectors_alone or not leaf.shape):
-            plans[i] = _Kept(found.how)
+            plans[i] = Plan(config, "rule")
+        elif found.vector and (rule.is_default or not vectors_alone or not shape):
+            plans[i] = _kept(found.how)
         elif found.vector:
-            plans[i] = _Plan(dataclasses.replace(config, axis=-1), f"rule: {rule.pattern}")
-        elif rule.is_default and math.prod(leaf.shape) < SMALL:
-            plans[i] = _Kept(f"fewer than {SMALL:,} elements")
+            plans[i] = Plan(dataclasses.replace(config, axis=-1), f"rule: {rule.pattern}")
+        elif rule.is_default and math.prod(shape) < SMALL:
+            plans[i] = _kept(f"fewer than {SMALL:,} elements")
         elif found.axes is None:
-            plans[i] = _Kept(found.how, refused=True)
+            plans[i] = _kept(found.how, refused=True)
         else:
             one = config.format.blocked or config.scale_block is not None
             axis = found.axes[-1] if one or len(found.axes) == 1 else found.axes
-            plans[i] = _Plan(dataclasses.replace(config, axis=axis), found.how)
+            plans[i] = Plan(dataclasses.replace(config, axis=axis), found.how)
     return plans
 
 
-def _quantized(path: str, leaf: Any, config: QuantizationConfig) -> tuple[Any, float | None]:
+def quantized(path: str, leaf: Any, config: QuantizationConfig) -> tuple[Any, float | None]:
     """A leaf in its format, and the error that makes where there are numbers to compare."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(partial(quantize, config=config), leaf), None

@@ -65,7 +65,7 @@ class LanguageModel:
         """The model in a GGUF file, in float32."""
         file = GGUFFile(path)
         tokenizer = Tokenizer.from_gguf(file.metadata)
-        config, params = llama.load(file)
+        config, params = llama.load(file, file.metadata)
         return cls(config, tokenizer, params)
 
     def quantized(self, rules: Rules, *, strict: bool = False) -> tuple[Self, Report]:

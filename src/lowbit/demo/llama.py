@@ -5,33 +5,20 @@ Weights are (in, out), so that `x @ w` is the product; a layer is a slice of eac
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import lowbit
-from lowbit.io.gguf import GGUFFile
+from lowbit.io.source import Tensors
 
 Params = dict[str, Any]
 Cache = dict[str, Any]
 Formats = tuple[str | None, str | None]  # of keys and values; None is dense
 DENSE: Formats = (None, None)
-
-# What the layers are called in the file. Norms are vectors; all others are stored (out, in) there.
-NAMES = {
-    "attn_norm": "attn_norm",
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +40,25 @@ class LlamaConfig:
         return self.width // self.heads
 
 
-def load(file: GGUFFile) -> tuple[LlamaConfig, Params]:
-    """The sizes and the parameters, in float32, of a llama in a GGUF file."""
-    fields = file.metadata
-    if fields.get("general.architecture") != "llama":
-        raise ValueError(
-            f"{file.path}: general.architecture is {fields.get('general.architecture')!r}, and the demo runs 'llama'."
-        )
-    read = {
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a kind of file has the sizes and the tensors of a llama, each matrix as (out, in).
+
+    - `layer`: a pattern for the number of a layer and the name of a tensor in it.
+    - `halves`: each head turns pairs of its first and second half, and not pairs of neighbours.
+    """
+
+    sizes: dict[str, str]
+    embed: str
+    norm: str
+    head: str
+    layer: str
+    names: dict[str, str]
+    halves: bool
+
+
+GGUF = Layout(
+    sizes={
         "width": "llama.embedding_length",
         "layers": "llama.block_count",
         "heads": "llama.attention.head_count",
@@ -69,25 +67,96 @@ def load(file: GGUFFile) -> tuple[LlamaConfig, Params]:
         "context": "llama.context_length",
         "rope_base": "llama.rope.freq_base",
         "epsilon": "llama.attention.layer_norm_rms_epsilon",
-    }
-    missing = [key for key in read.values() if key not in fields]
-    if missing:
-        raise ValueError(f"{file.path}: the metadata has no {', '.join(missing)}.")
-    config = LlamaConfig(
-        vocabulary=file.shape("token_embd.weight")[0], **{name: fields[key] for name, key in read.items()}
-    )
+    },
+    embed="token_embd.weight",
+    norm="output_norm.weight",
+    head="output.weight",
+    layer="blk.{}.{}.weight",
+    names={
+        "attn_norm": "attn_norm",
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "o": "attn_output",
+        "mlp_norm": "ffn_norm",
+        "gate": "ffn_gate",
+        "up": "ffn_up",
+        "down": "ffn_down",
+    },
+    halves=False,
+)
+HUGGING_FACE = Layout(
+    sizes={
+        "width": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "hidden": "intermediate_size",
+        "context": "max_position_embeddings",
+        "rope_base": "rope_theta",
+        "epsilon": "rms_norm_eps",
+    },
+    embed="model.embed_tokens.weight",
+    norm="model.norm.weight",
+    head="lm_head.weight",
+    layer="model.layers.{}.{}.weight",
+    names={
+        "attn_norm": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    },
+    halves=True,
+)
 
-    def stack(name: str) -> jax.Array:
-        layers = [file.dense(f"blk.{i}.{name}.weight").T for i in range(config.layers)]
-        return jnp.asarray(np.stack(layers))  # a vector is its own transpose
+
+def load(file: Tensors, fields: Mapping[str, Any], *, as_stored: bool = False) -> tuple[LlamaConfig, Params]:
+    """The sizes and the parameters of a llama: in float32, or quantized where the file stores them so.
+
+    `fields` are the metadata of a GGUF file, or the config.json of a Hugging Face directory.
+    """
+    layout = GGUF if "general.architecture" in fields else HUGGING_FACE
+    kind = fields.get("general.architecture", fields.get("model_type"))
+    if kind != "llama":
+        raise ValueError(f"{file.path} holds a model of the kind {kind!r}, and only 'llama' can be run.")
+    wrong = [key for key in layout.sizes.values() if type(fields.get(key)) not in (int, float)]
+    if wrong:
+        raise ValueError(f"{file.path}: the metadata has no number for {', '.join(wrong)}.")
+    sizes = {name: fields[key] for name, key in layout.sizes.items()}
+    config = LlamaConfig(vocabulary=file.shape(layout.embed)[0], **sizes)
+
+    def tensor(name: str) -> Any:
+        array = file.array(name) if as_stored else file.dense(name)
+        return array if isinstance(array, lowbit.QuantizedArray) else jnp.asarray(array, jnp.float32)
+
+    def turned(w: Any, heads: int) -> Any:
+        """Rows of a head in the order in which neighbours are pairs."""
+        return jnp.swapaxes(w.reshape(heads, 2, -1, w.shape[-1]), 1, 2).reshape(w.shape)
+
+    def stack(name: str) -> Any:
+        layers = [tensor(layout.layer.format(i, layout.names[name])) for i in range(config.layers)]
+        heads = {"q": config.heads, "k": config.kv_heads}.get(name) if layout.halves else None
+
+        @lowbit.implicit
+        def stacked(layers: list[Any]) -> Any:
+            if heads is not None:
+                layers = [turned(w, heads) for w in layers]
+            return jnp.stack([w.T for w in layers])  # a vector is its own transpose
+
+        return stacked(layers)
 
     params: Params = {
-        "embed": jnp.asarray(file.dense("token_embd.weight")),
-        "layers": {name: stack(stored) for name, stored in NAMES.items()},
-        "norm": jnp.asarray(file.dense("output_norm.weight")),
+        "embed": tensor(layout.embed),
+        "layers": {name: stack(name) for name in layout.names},
+        "norm": tensor(layout.norm),
     }
-    if "output.weight" in file:
-        params["head"] = jnp.asarray(file.dense("output.weight").T)
+    if layout.head in file:
+        params["head"] = tensor(layout.head).T
     return config, params
 
 
