@@ -97,6 +97,7 @@ def test_rules_may_look_at_shape_and_dtype_and_set_axis_and_options() -> None:
         ("transformer.h.0.attn.c_attn.weight", (8, 4), (-2,)),
         ("model.embed_tokens.weight", (8, 4), (-1,)),
         ("Embed_0/embedding", (8, 4), (-1,)),
+        ("patch_embed/proj/kernel", (8, 4), (-2,)),
         ("mlp/linear_1/w", (8, 4), (-2,)),
         ("attention/query/kernel", (8, 2, 4), None),
         ("conv/weight", (8, 4, 3, 3), None),
@@ -188,11 +189,40 @@ def test_what_the_program_does_not_settle_is_said() -> None:
     _, report = quantize_tree(params, "nf4", fn=fn, args=(jax.ShapeDtypeStruct((8, 64), jnp.float32),))
     assert report["both"].why == "fn contracts it along axes (-1,) and (-2,): choose one by a rule with an axis"
     assert report["unused"].why == "fn does not use it"
-    assert report["scale"].why == "fn uses it in mul only"
+    assert report["scale"].why == "the name of a norm or a bias"
     assert formats(report) == {"weight": "nf4"}  # not used, but its name tells
+    params["kernel"] = params.pop("both")
+    with pytest.raises(ValueError, match=r"asked: kernel: fn contracts it along"):  # whatever its name says
+        quantize_tree(
+            params, "nf4", fn=lambda p, x: fn({**p, "both": p["kernel"]}, x), args=(normal(8, 64),), strict=True
+        )
+    params["both"] = params["kernel"]
     with pytest.raises(TypeError) as error:
         quantize_tree(params, "nf4", fn=lambda p, x: fn(p, x) + "a", args=(normal(8, 64),))
     assert any("quantize_tree traced fn" in note for note in error.value.__notes__)
+
+
+def test_what_is_not_multiplied_is_kept_and_refused_to_a_rule_that_names_it() -> None:
+    params, x = (
+        {"a": {"kernel": normal(64, 64)}, "gain": normal(64, 64), "b": {"kernel": normal(64, 64)}},
+        normal(8, 64),
+    )
+
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        return x @ (p["a"]["kernel"] * p["gain"]) @ p["b"]["kernel"]
+
+    _, report = quantize_tree(params, "nf4", fn=fn, args=(x,), strict=True)
+    assert formats(report) == {"b/kernel": "nf4"}
+    assert report["a/kernel"].why == "fn uses it in mul only"
+    with pytest.raises(ValueError, match="a/kernel: fn uses it in mul only"):
+        quantize_tree(params, {"*kernel": "nf4"}, fn=fn, args=(x,), strict=True)
+
+
+def test_joined_weights_are_followed() -> None:
+    params = {"q": normal(64, 32), "k": normal(64, 16)}
+    fn = partial(lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], -1))
+    _, report = quantize_tree(params, "int8", fn=fn, args=(normal(8, 64),), strict=True)
+    assert [row.axis for row in report] == [-2, -2]
 
 
 def test_strict_finds_rules_that_match_nothing() -> None:
@@ -253,6 +283,9 @@ def test_quantized_leaves_are_left_alone_and_tied_ones_stay_tied() -> None:
     w = normal(64, 64)
     params, report = quantize_tree({"a": {"kernel": w}, "b": {"kernel": w}}, "nf4")
     assert params["a"]["kernel"] is params["b"]["kernel"]
+    assert report["b/kernel"].tied == "a/kernel" and report.after == params["a"]["kernel"].nbytes
+    _, both = quantize_tree({"embed": w, "kernel": w}, "nf4")
+    assert both["kernel"].why.endswith("; no longer tied to embed") and both.after == 2 * report.after
 
     def fn(p: Any, x: jax.Array) -> jax.Array:
         return x @ p["a"]["kernel"] @ p["b"]["kernel"] @ p["c"]

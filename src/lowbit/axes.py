@@ -19,7 +19,7 @@ from .runtime._compat import subjaxprs
 # The last name of a path, or a pattern for all of it, and the axis it contracts. Embeddings are stored by row.
 NAMES: tuple[tuple[str, int, str], ...] = (
     (r"(.*/)?(c_attn|c_proj|c_fc)/weight", -2, "GPT-2's (in, out)"),
-    (r".*(embed|wte|wpe|token_embd).*", -1, "an embedding, by row"),
+    (r"(.*/)?[^/]*(embed|embd|wte|wpe)[^/]*(/weight|/embedding)?", -1, "an embedding, by row"),
     (r"(.*/)?weight", -1, "(out, in) as in Equinox and Hugging Face"),
     (r"(.*/)?kernel", -2, "(in, out) as in Flax"),
     (r"(.*/)?w\d*", -2, "(in, out) as in Haiku"),
@@ -32,19 +32,23 @@ _VECTORS = re.compile(r"(.*/)?([^/]*(norm|bias)[^/]*|ln_?\w*|b\d*|scale|offset|g
 class Found:
     """How a leaf is used: the axes contracted, counted from the end, or none; and how that was found.
 
-    `vector` says that it is no weight: a norm, a bias, an array that acts element by element.
+    - `vector`: it is no weight, but a norm, a bias, an array of one axis.
+    - `told`: whether anything was found at all.
+    - `multiplied`: whether a product may be what it is for.
     """
 
     axes: tuple[int, ...] | None
     how: str
     vector: bool = False
+    told: bool = True
+    multiplied: bool = True
 
 
 def axes_by_name(path: str, shape: Sequence[int]) -> Found:
     """What the name of a leaf tells, by `NAMES`.
 
-    >>> axes_by_name("layers/0/mlp/kernel", (64, 256))
-    Found(axes=(-2,), how='name: (in, out) as in Flax', vector=False)
+    >>> axes_by_name("layers/0/mlp/kernel", (64, 256)).axes
+    (-2,)
     """
     if len(shape) < 2:
         return Found(None, "a vector", vector=True)
@@ -80,8 +84,7 @@ def axes_by_program(fn: Callable[..., Any], leaves: Sequence[Any], call: Callabl
         error.add_note("quantize_tree traced fn(params, *args) to see which axes it contracts.")
         raise
     uses = _Uses()
-    views = [_View(i, tuple((a,) for a in range(x.ndim))) for i, x in enumerate(given[i] for i in at)]
-    uses.walk(program.jaxpr, views)
+    uses.walk(program.jaxpr, [(_View(n, tuple((a,) for a in range(given[i].ndim))),) for n, i in enumerate(at)])
     place = {i: n for n, i in enumerate(at)}
     return [
         _conclude(uses.of.get(place[i], set()), leaf.shape) if i in place else Found(None, "not an array")
@@ -103,8 +106,8 @@ def _conclude(uses: "set[_Use]", shape: Sequence[int]) -> Found:
         return Found((-1,), "fn: rows are looked up")
     others = sorted({use.kind for use in uses})
     if not others:
-        return Found(None, "fn does not use it")
-    return Found(None, f"fn uses it in {', '.join(others)} only", vector=True)
+        return Found(None, "fn does not use it", told=False)
+    return Found(None, f"fn uses it in {', '.join(others)} only", multiplied=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,25 +132,33 @@ _SAME = {"convert_element_type", "copy", "copy_p", "neg", "reduce_precision", "s
 _SAME |= {"slice", "pcast", "pvary", "reshard", "mesh_cast"}
 
 
+# The leaves that a value holds: several where they were joined.
+_Views = tuple[_View, ...]
+
+
 class _Uses:
     """Follows leaves through a program and notes what becomes of them."""
 
     def __init__(self) -> None:
         self.of: dict[int, set[_Use]] = {}
 
-    def note(self, view: _View, kind: str, axes: Sequence[int] = ()) -> None:
-        self.of.setdefault(view.leaf, set()).add(_Use(kind, view.along(axes)))
+    def note(self, views: _Views, kind: str, axes: Sequence[int] = ()) -> None:
+        for view in views:
+            self.of.setdefault(view.leaf, set()).add(_Use(kind, view.along(axes)))
 
-    def walk(self, jaxpr: Jaxpr, views: Sequence[_View | None]) -> list[_View | None]:
-        known: dict[Any, _View] = {var: view for var, view in zip(jaxpr.invars, views, strict=True) if view is not None}
+    def walk(self, jaxpr: Jaxpr, views: Sequence[_Views]) -> list[_Views]:
+        known: dict[Any, _Views] = dict(zip(jaxpr.invars, views, strict=True))
+
+        def held(var: Any) -> _Views:
+            return () if isinstance(var, Literal) else known.get(var, ())
+
         for eqn in jaxpr.eqns:
-            found = [None if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
-            if any(view is not None for view in found):
-                outs = self.step(eqn, found)
-                known |= {var: view for var, view in zip(eqn.outvars, outs, strict=False) if view is not None}
-        return [None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars]
+            found = [held(v) for v in eqn.invars]
+            if any(found):
+                known |= dict(zip(eqn.outvars, self.step(eqn, found), strict=False))
+        return [held(v) for v in jaxpr.outvars]
 
-    def step(self, eqn: JaxprEqn, views: list[_View | None]) -> Sequence[_View | None]:
+    def step(self, eqn: JaxprEqn, views: list[_Views]) -> Sequence[_Views]:
         """Note the uses of an equation; the views among its results."""
         name, params = eqn.primitive.name, eqn.params
         inner = list(subjaxprs(params))
@@ -157,7 +168,7 @@ class _Uses:
             return self.loop(views, params)
         if name == "cond":
             outs = [self.walk(branch, views[1:]) for branch in inner]
-            return [next((v for v in choices if v is not None), None) for choices in zip(*outs, strict=True)]
+            return [tuple(dict.fromkeys(v for views in choices for v in views)) for choices in zip(*outs, strict=True)]
         for body in inner:
             if len(body.invars) == len(views):
                 return self.walk(body, views)
@@ -167,19 +178,18 @@ class _Uses:
             # Batch axes are stacked layers or experts: scales have those in any case.
             dims = params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]
             summed = (dims if name == "dot_general" else dims.dot_dimension_numbers)[0]
-            for view, axes in zip(views[:2], summed, strict=True):
-                if view is not None:
-                    self.note(view, "product", axes)
+            for side, axes in zip(views[:2], summed, strict=True):
+                self.note(side, "product", axes)
             return []
-        if name == "mul" and views[0] is None and math.prod(_shape(eqn.invars[0])) == 1:
+        if name == "concatenate":
+            return [tuple(v for side in views for v in side)]
+        if name == "mul" and not views[0] and math.prod(_shape(eqn.invars[0])) == 1:
             return views[1:]
-        if views[0] is not None:
-            moved = self.moved(eqn, name, views[0])
-            if moved is not None:
-                return [moved]
-        for view in views:
-            if view is not None:
-                self.note(view, "lookup" if name in ("gather", "dynamic_slice") else name)
+        moved = [self.moved(eqn, name, view) for view in views[0]]
+        if moved and not any(view is None for view in moved):
+            return [tuple(view for view in moved if view is not None)]
+        for side in views:
+            self.note(side, "lookup" if name in ("gather", "dynamic_slice") else name)
         return []
 
     def moved(self, eqn: JaxprEqn, name: str, view: _View) -> _View | None:
@@ -206,14 +216,14 @@ class _Uses:
                 return _View(view.leaf, tuple(place.get(i, ()) for i in range(len(shape))))
         return None
 
-    def scan(self, body: Jaxpr, views: list[_View | None], consts: int, carry: int) -> Sequence[_View | None]:
-        inside = [*views[: consts + carry]]
-        inside += [v and _View(v.leaf, v.axes[1:]) for v in views[consts + carry :]]
-        outs = self.walk(body, inside)
-        stacked = [v and _View(v.leaf, ((), *v.axes)) for v in outs[carry:]]
+    def scan(self, body: Jaxpr, views: list[_Views], consts: int, carry: int) -> Sequence[_Views]:
+        rest = consts + carry
+        layers = [tuple(_View(v.leaf, v.axes[1:]) for v in side) for side in views[rest:]]
+        outs = self.walk(body, [*views[:rest], *layers])
+        stacked = [tuple(_View(v.leaf, ((), *v.axes)) for v in side) for side in outs[carry:]]
         return [*outs[:carry], *stacked]
 
-    def loop(self, views: list[_View | None], params: dict[str, Any]) -> Sequence[_View | None]:
+    def loop(self, views: list[_Views], params: dict[str, Any]) -> Sequence[_Views]:
         tests, bodies = params["cond_nconsts"], params["body_nconsts"]
         state = views[tests + bodies :]
         self.walk(params["cond_jaxpr"].jaxpr, [*views[:tests], *state])

@@ -15,6 +15,7 @@ class Row:
     - `before`, `after`: bytes.
     - `error`: |stored - original| / |original|; None for a leaf that was kept, and under a trace.
     - `why`: how the axis was found, or why the leaf was kept.
+    - `tied`: the path of the leaf that it is the same array as; totals count it once.
     """
 
     path: str
@@ -26,6 +27,7 @@ class Row:
     after: int
     error: float | None
     why: str
+    tied: str | None = None
 
     @property
     def size(self) -> int:
@@ -76,21 +78,24 @@ class Report:
     @property
     def before(self) -> int:
         """Bytes of all leaves before."""
-        return sum(row.before for row in self.rows)
+        return sum(row.before for row in self.rows if row.tied is None)
 
     @property
     def after(self) -> int:
         """Bytes of all leaves after."""
-        return sum(row.after for row in self.rows)
+        return sum(row.after for row in self.rows if row.tied is None)
+
+    @property
+    def size(self) -> int:
+        """How many weights there are."""
+        return sum(row.size for row in self.rows if row.tied is None)
 
     @property
     def bits(self) -> float:
         """Stored bits for each weight, over all leaves."""
-        return _bits(self.after, sum(row.size for row in self.rows))
+        return _bits(self.after, self.size)
 
     def __str__(self) -> str:
-        # As many digits as the smallest of the sums needs.
-        digits = 4 if self.before < 1e6 else 2
         table = [("path", "shape", "format", "axis", "bits", "MB", "error", "why")]
         for row in self.rows:
             table.append(
@@ -100,14 +105,13 @@ class Report:
                     row.format or row.dtype,
                     "-" if row.axis is None else str(row.axis),
                     f"{_bits(row.after, row.size):.2f}",
-                    f"{row.after / 1e6:.{digits}f}",
+                    _megabytes(row.after),
                     "-" if row.error is None else f"{row.error:.6f}",
-                    row.why if row.format else f"kept: {row.why}",
+                    (row.why if row.format else f"kept: {row.why}") + (f"; tied to {row.tied}" if row.tied else ""),
                 )
             )
-        saved = f"from {self.before / 1e6:.{digits}f} MB: {self.before / max(self.after, 1):.2f} times smaller"
-        weights = f"{sum(row.size for row in self.rows):,}"
-        table.append(("total", weights, "", "", f"{self.bits:.2f}", f"{self.after / 1e6:.{digits}f}", "", saved))
+        saved = f"from {_megabytes(self.before)} MB: {self.before / self.after:.2f} times smaller" if self.after else ""
+        table.append(("total", f"{self.size:,}", "", "", f"{self.bits:.2f}", _megabytes(self.after), "", saved))
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = [
             "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
@@ -118,6 +122,10 @@ class Report:
     def as_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain dicts, for JSON or a data frame."""
         return [dataclasses.asdict(row) for row in self.rows]
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f}" if count >= 1e7 else f"{count / 1e6:.4f}"
 
 
 def _bits(stored: int, size: int) -> float:

@@ -117,11 +117,16 @@ def quantize_tree(
     rows, done = [], {}
     for i, planned in _with_progress(list(zip(arrays, plans, strict=True)), "quantizing"):
         leaf, config = leaves[i], planned.config
-        key = (id(leaf), config)  # arrays that are tied stay so
-        if key not in done:
-            done[key] = (leaf, None) if config is None else quantized(paths[i], leaf, config)
-        leaves[i], error = done[key]
-        rows.append(row(paths[i], leaf, leaves[i], planned, error))
+        # Arrays that are tied stay so, if the same is to be done with them.
+        ties = done.setdefault(id(leaf), {})
+        tied = ties[config][0] if config in ties else None
+        if tied is None:
+            stored = (leaf, None) if config is None else quantized(paths[i], leaf, config)
+            why = f"{planned.why}; no longer tied to {next(iter(ties.values()))[0]}" if ties else planned.why
+            ties[config] = paths[i], *stored
+            planned = dataclasses.replace(planned, why=why)
+        _, leaves[i], error = ties[config]
+        rows.append(dataclasses.replace(row(paths[i], leaf, leaves[i], planned, error), tied=tied))
     return jax.tree.unflatten(structure, leaves), Report(tuple(rows), unmatched)
 
 
@@ -160,7 +165,7 @@ def plan(
     rules: Rules, leaves: Sequence[tuple[str, Any, Found | None]], *, strict: bool
 ) -> tuple[list[Plan], tuple[str, ...]]:
     """What the rules mean for each leaf, given with its path and its use; and the patterns that matched none."""
-    ordered = _ordered(rules)
+    ordered = ordered_rules(rules)
     by_rule: dict[int, list[int]] = {}  # each rule's leaves
     for i, (path, leaf, _) in enumerate(leaves):
         chosen = next((r for r, rule in enumerate(ordered) if rule.matches(path, leaf)), None)
@@ -193,7 +198,8 @@ def _kept(why: str, *, refused: bool = False) -> Plan:
     return Plan(None, why, refused)
 
 
-def _ordered(rules: Rules) -> list[Rule]:
+def ordered_rules(rules: Rules) -> list[Rule]:
+    """Rules however given, as a list."""
     if isinstance(rules, str | QuantizationConfig):
         rules = {"*": rules}
     if isinstance(rules, Mapping):
@@ -219,13 +225,15 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
             plans[i] = _kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
         else:
             named = axes_by_name(path, leaf.shape)
-            # A program that does not use a leaf tells nothing of it.
-            unknown = used is None or (used.axes is None and not used.vector and named.axes is not None)
-            seen[i] = named if used is None or unknown or len(leaf.shape) < 2 else used
+            by_name = used is None or (not used.told and named.axes is not None)
+            # A program may act on a norm as it likes, and is not asked about a vector.
+            by_name |= named.vector and (len(leaf.shape) < 2 or (used is not None and used.axes is None))
+            seen[i] = named if used is None or by_name else used
     vectors_alone = all(found.vector for found in seen.values())
     for i, found in seen.items():
         shape = members[i][1].shape
-        if config.axis is not None and not (found.vector and rule.is_default):
+        no_weight = found.vector or not found.multiplied
+        if config.axis is not None and not (no_weight and rule.is_default):
             plans[i] = Plan(config, "rule")
         elif found.vector and (rule.is_default or not vectors_alone or not shape):
             plans[i] = _kept(found.how)
@@ -234,7 +242,7 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
         elif rule.is_default and math.prod(shape) < SMALL:
             plans[i] = _kept(f"fewer than {SMALL:,} elements")
         elif found.axes is None:
-            plans[i] = _kept(found.how, refused=True)
+            plans[i] = _kept(found.how, refused=found.multiplied or not rule.is_default)
         else:
             one = config.format.blocked or config.scale_block is not None
             axis = found.axes[-1] if one or len(found.axes) == 1 else found.axes
