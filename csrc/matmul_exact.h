@@ -679,7 +679,9 @@ bool matmul_one(const D& decoder, const Matmul& p, const Matrix& w, const float*
   return matmul_panel_first(decoder, p, w, x, y, parallel);
 }
 
-inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
+// multiply(layer, x, y, parallel) for each matrix of the batch, with x and y in float32.
+template <typename Multiply>
+bool each_product(const Matmul& p, const Parallel& parallel, const Multiply& multiply) {
   const int64_t x_size = p.m * p.k, y_size = p.m * p.n;
   const float* x = static_cast<const float*>(p.x);
   float* y = static_cast<float*>(p.y);
@@ -695,23 +697,31 @@ inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
   }
   bool enough_memory = true;
   const Parallel alone(1, nullptr, nullptr);
-  const auto multiply = [&](int64_t b, const Parallel& inner) {
-    const Matrix w(p.w, min(max(p.index[b], 0), p.w.layers - 1));
-    const bool done = with_decoder(p.w.format, [&](const auto& decoder) {
-      return matmul_one(decoder, p, w, x + b * x_size, y + b * y_size, inner);
-    });
-    if (!done) __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+  const auto one = [&](int64_t b, const Parallel& inner) {
+    const int64_t layer = min(max(p.index[b], 0), p.w.layers - 1);
+    if (multiply(layer, x + b * x_size, y + b * y_size, inner)) return;
+    __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
   };
   const int64_t work = p.m * p.k * p.n;
-  if (p.k == 0) {
-    memset(y, 0, static_cast<size_t>(p.batch * y_size) * 4);
-  } else if (p.batch >= 2 * parallel.threads() && p.batch * work > kAloneWork) {
-    parallel.each(p.batch, [&](int64_t b) { multiply(b, alone); });
+  if (p.batch >= 2 * parallel.threads() && p.batch * work > kAloneWork) {
+    parallel.each(p.batch, [&](int64_t b) { one(b, alone); });
   } else {
-    for (int64_t b = 0; b < p.batch; ++b) multiply(b, work > kAloneWork ? parallel : alone);
+    for (int64_t b = 0; b < p.batch; ++b) one(b, work > kAloneWork ? parallel : alone);
   }
   if (p.y_type != Float::f32) from_f32(y, p.batch * y_size, p.y, p.y_type, 0);
   return enough_memory;
+}
+
+inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
+  return each_product(p, parallel, [&](int64_t layer, const float* x, float* y, const Parallel& inner) {
+    if (p.k == 0) {
+      memset(y, 0, static_cast<size_t>(p.m * p.n) * 4);
+      return true;
+    }
+    return with_decoder(p.w.format, [&](const auto& decoder) {
+      return matmul_one(decoder, p, Matrix(p.w, layer), x, y, inner);
+    });
+  });
 }
 
 }  // namespace lowbit::LOWBIT_ISA
