@@ -133,8 +133,7 @@ LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
 #endif
 }
 
-template <bool>
-constexpr bool kSeeded = true;
+constexpr bool kSignedDots = false;
 template <bool>
 LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
   add_dots(sums, w, x);
@@ -198,17 +197,15 @@ LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(added), "=&x"(products) : "x"(w), "x"(x));
   sums = added;
 }
-// sums[i] += the four products of level + offset and signed bytes x in dword i; without the offset if not kSeeded.
-template <bool kSmall>
-constexpr bool kSeeded = kSmall;
+// sums[i] += the four products of levels and signed bytes x in dword i. Levels are unsigned with their offset if kSmall,
+// else signed; x is never -128.
+constexpr bool kSignedDots = true;
 template <bool kSmall>
 LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
   __m256i a = reinterpret_cast<__m256i>(w), b = reinterpret_cast<__m256i>(x);
   if constexpr (!kSmall) {
-    // Two products of signed bytes fit in a word: the sign goes to the factor that is never -128.
-    const __m256i level = _mm256_xor_si256(a, _mm256_set1_epi8(-128));
-    a = _mm256_abs_epi8(level);
-    b = _mm256_sign_epi8(b, level);
+    b = _mm256_sign_epi8(b, a);
+    a = _mm256_abs_epi8(a);  // two products of 128 and 127 fit in a word
   }
   const __m256i pairs = _mm256_maddubs_epi16(a, b);
   sums += reinterpret_cast<I>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));

@@ -6,6 +6,7 @@
 //   unorder(v)          the reverse
 //   bytes<i>(codes)     for products of int8: level / kUnit + kOffset of the i-th code of each byte, unsigned, the level
 //                       rounded for NF4; kSmall: it is at most 3
+//   signed_bytes<i>     the same without the offset, if not kSmall
 #ifndef LOWBIT_DECODE_H_
 #define LOWBIT_DECODE_H_
 
@@ -38,9 +39,12 @@ alignas(64) constexpr float kNf4Levels[16] = {
 
 // The levels in 127ths, rounded.
 struct Nf4Bytes {
-  uint8_t offset_by_128[16] = {};
+  uint8_t offset_by_128[16] = {}, plain[16] = {};
   constexpr Nf4Bytes() {
-    for (int i = 0; i < 16; ++i) offset_by_128[i] = static_cast<uint8_t>(kNf4Levels[i] * 127 + 128.5f);
+    for (int i = 0; i < 16; ++i) {
+      offset_by_128[i] = static_cast<uint8_t>(kNf4Levels[i] * 127 + 128.5f);
+      plain[i] = offset_by_128[i] ^ 128;
+    }
   }
 };
 constexpr Nf4Bytes kNf4Bytes;
@@ -245,6 +249,10 @@ struct Int8 : Int8Vectors {
   LOWBIT_INLINE static Bytes bytes(Bytes codes) {
     return codes ^ 128;
   }
+  template <int>
+  LOWBIT_INLINE static Bytes signed_bytes(Bytes codes) {
+    return codes;
+  }
 };
 
 struct Nf4 : NibbleVectors {
@@ -257,6 +265,10 @@ struct Nf4 : NibbleVectors {
   template <int i>
   LOWBIT_INLINE static Bytes bytes(Bytes codes) {
     return lookup(kNf4Bytes.offset_by_128, shift_right<4 - 4 * i>(codes));
+  }
+  template <int i>
+  LOWBIT_INLINE static Bytes signed_bytes(Bytes codes) {
+    return lookup(kNf4Bytes.plain, shift_right<4 - 4 * i>(codes));
   }
 };
 

@@ -444,28 +444,41 @@ struct FastSums {
   const float* scales;
   float x_scale;
   int32_t seed;
-  bool first, last;
 };
 
-template <typename D, int i = 0>
+// Are levels multiplied with their offset, which sums then begin without?
+template <typename D>
+constexpr bool kSeeded = D::kSmall || !kSignedDots;
+
+// sum += the i-th codes of the bytes times x
+template <typename D, int i>
+LOWBIT_INLINE void add_code(I& sum, Bytes codes, I x) {
+  if constexpr (kSeeded<D>) {
+    add_dots<D::kSmall>(sum, D::template bytes<i>(codes), x);
+  } else {
+    add_dots<D::kSmall>(sum, D::template signed_bytes<i>(codes), x);
+  }
+}
+
+template <typename D, bool kFirst, bool kLast, int i = 0>
 LOWBIT_INLINE void add_codes(Bytes a, Bytes b, I xa, I xb, const FastSums& to, int64_t at) {
   if constexpr (i < D::kPerByte) {
-    I sum = to.first ? I{} + to.seed : load_as<I>(to.partial + at);
-    add_dots<D::kSmall>(sum, D::template bytes<i>(a), xa);
-    add_dots<D::kSmall>(sum, D::template bytes<i>(b), xb);
-    if (to.last) {
+    I sum = kFirst ? I{} + to.seed : load_as<I>(to.partial + at);
+    add_code<D, i>(sum, a, xa);
+    add_code<D, i>(sum, b, xb);
+    if (kLast) {
       F scale = broadcast(to.x_scale);
       if (to.scales != nullptr) scale *= load(to.scales + at);
       store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
     } else {
       store_as(to.partial + at, sum);
     }
-    add_codes<D, i + 1>(a, b, xa, xb, to, at + kLanes);
+    add_codes<D, kFirst, kLast, i + 1>(a, b, xa, xb, to, at + kLanes);
   }
 }
 
 // kFastGroup stored rows (of which the last may be the same) times q, in `parts` of kBytes.
-template <typename D>
+template <typename D, bool kFirst, bool kLast>
 __attribute__((noinline)) void add_fast_rows(const uint8_t* const rows[kFastGroup], int64_t parts, int64_t ahead,
                                              const int8_t* q, const FastSums& where) {
   const FastSums to = where;  // a copy, which the stores can not change
@@ -479,7 +492,7 @@ __attribute__((noinline)) void add_fast_rows(const uint8_t* const rows[kFastGrou
     interleave_rows(v);
     interleave_rows(v + 4);
     for (int j = 0; j < 4; ++j) {
-      add_codes<D>(v[j], v[4 + j], xa, xb, to, (part * 4 + j) * kLanes * D::kPerByte);
+      add_codes<D, kFirst, kLast>(v[j], v[4 + j], xa, xb, to, (part * 4 + j) * kLanes * D::kPerByte);
     }
   }
 }
@@ -497,12 +510,12 @@ bool fast_stream(const FastPlan& plan, const Matrix& w, const int8_t* q, const f
   memset(sums, 0, static_cast<size_t>(width) * 4);
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = min(end, (block / plan.block + 1) * plan.block);
-    FastSums to = {partial, sums, nullptr, x_scales[block / plan.block], 0, false, false};
+    FastSums to = {partial, sums, nullptr, x_scales[block / plan.block], 0};
     if (plan.blocked) {
       for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, false, block, t, scales + t * kColumns);
       to.scales = scales;
     }
-    if (kSeeded<D::kSmall>) {
+    if (kSeeded<D>) {
       for (int64_t r = block; r < block_end; ++r) to.seed -= D::kOffset * q[r];
     }
     for (int64_t row = block; row < block_end; row += kFastGroup) {
@@ -511,9 +524,13 @@ bool fast_stream(const FastPlan& plan, const Matrix& w, const int8_t* q, const f
       memcpy(group, q + row, static_cast<size_t>(count));
       const uint8_t* rows[kFastGroup];
       for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = w.row(row + min(r, count - 1));
-      to.first = row == block;
-      to.last = row + count == block_end;
-      add_fast_rows<D>(rows, parts, kFastGroup * row_bytes, group, to);
+      const auto add = [&](int64_t count_of_parts, int64_t ahead, const FastSums& sums_of_parts) {
+        const bool last = row + count == block_end;
+        auto run = last ? add_fast_rows<D, false, true> : add_fast_rows<D, false, false>;
+        if (row == block) run = last ? add_fast_rows<D, true, true> : add_fast_rows<D, true, false>;
+        run(rows, count_of_parts, ahead, group, sums_of_parts);
+      };
+      add(parts, kFastGroup * row_bytes, to);
       if (rest > 0) {
         // The last bytes of the rows, copied where a whole part can be read.
         uint8_t ends[kFastGroup][kBytes] = {};
@@ -522,9 +539,7 @@ bool fast_stream(const FastPlan& plan, const Matrix& w, const int8_t* q, const f
           rows[r] = ends[r];
         }
         const int64_t at = parts * kBytes * D::kPerByte;
-        const FastSums last = {partial + at, sums + at, to.scales == nullptr ? nullptr : scales + at, to.x_scale,
-                               to.seed, to.first, to.last};
-        add_fast_rows<D>(rows, 1, 0, group, last);
+        add(1, 0, {partial + at, sums + at, to.scales == nullptr ? nullptr : scales + at, to.x_scale, to.seed});
       }
     }
     block = block_end;
@@ -566,7 +581,7 @@ bool fast_first(const Matmul& p, const FastPlan& plan, const Matrix& w, const in
 template <typename D, int i = 0>
 LOWBIT_INLINE void add_chunk(I& sum, Bytes codes, const int8_t* x) {
   if constexpr (i < D::kPerByte) {
-    add_dots<D::kSmall>(sum, D::template bytes<i>(codes), load_as<I>(x + i * kBytes));
+    add_code<D, i>(sum, codes, load_as<I>(x + i * kBytes));
     add_chunk<D, i + 1>(sum, codes, x);
   }
 }
@@ -579,14 +594,18 @@ __attribute__((noinline)) void fast_dots(const FastPlan& plan, const Matrix& w, 
   const int64_t row_bytes = w.w.row_bytes, span = max(w.w.col_span / plan.block, 1);
   for (int64_t row = begin; row < end; ++row) {
     const float* scales = w.scales(row, 0, w.w.scale_cols, scaled + plan.blocks);
-    for (int64_t b = 0; b < plan.blocks; ++b) scaled[b] = x_scales[b] * scales[span == 1 ? b : b / span];
+    if (span == 1) {
+      for (int64_t b = 0; b < plan.blocks; ++b) scaled[b] = x_scales[b] * scales[b];
+    } else {
+      for (int64_t b = 0; b < plan.blocks; ++b) scaled[b] = x_scales[b] * scales[b / span];
+    }
     const uint8_t* bytes = w.row(row);
     const int8_t* from = x;
     int64_t left = row_bytes;
     F total = zero();
     for (int64_t b = 0; b < plan.blocks; ++b) {
       I sum{};
-      if (kSeeded<D::kSmall>) sum[0] = seeds[b];
+      if (kSeeded<D>) sum[0] = seeds[b];
       for (int64_t c = 0; c < plan.block && left > 0; c += kCodes, left -= kBytes, bytes += kBytes, from += kCodes) {
         prefetch(bytes + kDotAhead);
         if (left >= kBytes) {
