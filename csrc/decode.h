@@ -2,6 +2,7 @@
 //
 //   level(byte, i)      the level of the i-th code of a byte, for code that need not be fast
 //   decode(bytes, v)    the levels of kLine consecutive columns, in four vectors of kLanes columns each
+//   times(f)            a decoder of f times the levels, where that pays (kTimes)
 //   order(v)            the columns of one such vector in their order; a decoder may leave its lanes in another
 //   unorder(v)          the reverse
 //   bytes<i>(codes)     for products of int8: level / kUnit + kOffset of the i-th code of each byte, unsigned, the level
@@ -57,6 +58,7 @@ LOWBIT_INLINE float binary_level(uint8_t byte, int i) { return static_cast<float
 // ---- Decoders of four vectors
 
 struct InOrder {
+  static constexpr bool kTimes = false;
   LOWBIT_INLINE static F order(F v) { return v; }
   LOWBIT_INLINE static F unorder(F v) { return v; }
 };
@@ -256,6 +258,13 @@ struct Int8 : Int8Vectors {
 };
 
 struct Nf4 : NibbleVectors {
+  static constexpr bool kTimes = kAddsBesideFma;
+  LOWBIT_INLINE static NibbleVectors times(float f) {
+    float levels[16];
+    for (int i = 0; i < 16; i += kLanes) store(levels + i, load(kNf4Levels + i) * broadcast(f));
+    return NibbleVectors(levels);
+  }
+
   static constexpr int kPerByte = 2;
   static constexpr int kTableRows = 0;
   static float level(uint8_t byte, int i) { return nf4_level(byte, i); }

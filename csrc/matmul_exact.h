@@ -130,6 +130,13 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
   const int64_t row_step = kAlong ? 1 : factors.row_step, m_step = factors.m_step;
   const float* factor = factors.at;
   int64_t in_block = 0;
+  // Every other row may have its factor in the decoder's tables, and is added.
+  constexpr bool kTimes = D::kTimes && kM == 1 && kAlong && kRows > 0;
+  constexpr int kTables = kTimes ? kRows / 2 : 1;
+  NibbleVectors tables[kTables];
+  if constexpr (kTimes) {
+    for (int i = 0; i < kTables; ++i) tables[i] = D::times(factor[2 * i + 1]);
+  }
   for (int64_t line = 0; line < lines; ++line) {
     const int64_t offset = line * kLineBytes<D>;
     if (offset % 64 < kLineBytes<D>) {
@@ -143,8 +150,14 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
       const float* partial = to.partial + m * to.width + line * kLine;
       for (int i = 0; i < kVectors; ++i) acc[m][i] = to.first ? zero() : load(partial + i * kLanes);
     }
+#pragma GCC unroll 8
     for (int64_t r = 0; r < rows; ++r) {
       F v[kVectors];
+      if (kTimes && r % 2 == 1) {
+        tables[r / 2].decode(bytes + r * row_bytes + offset, v);
+        for (int i = 0; i < kVectors; ++i) acc[0][i] += v[i];
+        continue;
+      }
       decoder.decode(bytes + r * row_bytes + offset, v);
       for (int m = 0; m < kM; ++m) {
         const F f = broadcast(factor[m * m_step + r * row_step]);
