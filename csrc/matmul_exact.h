@@ -32,7 +32,7 @@ LOWBIT_INLINE T* buffer(Scratch slot, int64_t count) {
 }
 
 constexpr int64_t kAloneWork = 300000;  // multiplications that are done before another thread has begun
-constexpr int64_t kShareWork = 100000;  // that outweigh what it costs to hand them out
+constexpr int64_t kShareWork = 50000;   // that outweigh what it costs to hand them out
 
 // Work of `units` cut for threads that begin late or are held up: large shares first, small ones to end together. It
 // depends on the number of threads alone, and with it the order of sums.

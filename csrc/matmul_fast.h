@@ -552,7 +552,7 @@ bool fast_first(const Matmul& p, const FastPlan& plan, const Matrix& w, const in
                 float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte;
   const int64_t width = plan.tiles * plan.columns, unit = plan.blocked ? plan.block : 64;
-  const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(4 * kShareWork, unit * p.n));
+  const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n));
   float* sums = buffer<float>(Scratch::call_sums, shares.count * width + p.n);
   if (sums == nullptr) return false;
   bool enough_memory = true;
@@ -631,7 +631,7 @@ bool fast_last(const Matmul& p, const FastPlan& plan, const Matrix& w, const int
   if (x == nullptr) return false;
   memset(x, 0, static_cast<size_t>(padded));
   for (int64_t k = 0; k < p.k; ++k) x[k / kCodes * kCodes + k % kPer * kBytes + k % kCodes / kPer] = q[k];
-  const Shares shares(p.n, parallel.threads(), ceil_div(4 * kShareWork, p.k));
+  const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.k));
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
     float* scaled = buffer<float>(Scratch::task_scales, plan.blocks + p.w.scale_cols);
