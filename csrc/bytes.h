@@ -133,6 +133,12 @@ LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
 #endif
 }
 
+constexpr bool kSignedDots = false;
+template <bool>
+LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
+  add_dots(sums, w, x);
+}
+
 #elif defined(LOWBIT_AVX2)
 
 LOWBIT_INLINE int32_t largest(I a) { return largest_of_8(reinterpret_cast<__m256i>(a)); }
@@ -190,6 +196,19 @@ LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
   I added = sums, products;  // a copy, or the sums of a tile stay in memory
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(added), "=&x"(products) : "x"(w), "x"(x));
   sums = added;
+}
+// sums[i] += the four products of levels and signed bytes x in dword i. Levels are unsigned with their offset if kSmall,
+// else signed; x is never -128.
+constexpr bool kSignedDots = true;
+template <bool kSmall>
+LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
+  __m256i a = reinterpret_cast<__m256i>(w), b = reinterpret_cast<__m256i>(x);
+  if constexpr (!kSmall) {
+    b = _mm256_sign_epi8(b, a);
+    a = _mm256_abs_epi8(a);  // two products of 128 and 127 fit in a word
+  }
+  const __m256i pairs = _mm256_maddubs_epi16(a, b);
+  sums += reinterpret_cast<I>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 // The two products of unsigned bytes a and signed bytes b in each word, added; they must fit.
 LOWBIT_INLINE Words small_dots(Bytes a, I b) {

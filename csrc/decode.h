@@ -2,10 +2,12 @@
 //
 //   level(byte, i)      the level of the i-th code of a byte, for code that need not be fast
 //   decode(bytes, v)    the levels of kLine consecutive columns, in four vectors of kLanes columns each
+//   times(f)            a decoder of f times the levels, where that pays (kTimes)
 //   order(v)            the columns of one such vector in their order; a decoder may leave its lanes in another
 //   unorder(v)          the reverse
 //   bytes<i>(codes)     for products of int8: level / kUnit + kOffset of the i-th code of each byte, unsigned, the level
 //                       rounded for NF4; kSmall: it is at most 3
+//   signed_bytes<i>     the same without the offset, if not kSmall
 #ifndef LOWBIT_DECODE_H_
 #define LOWBIT_DECODE_H_
 
@@ -38,9 +40,12 @@ alignas(64) constexpr float kNf4Levels[16] = {
 
 // The levels in 127ths, rounded.
 struct Nf4Bytes {
-  uint8_t offset_by_128[16] = {};
+  uint8_t offset_by_128[16] = {}, plain[16] = {};
   constexpr Nf4Bytes() {
-    for (int i = 0; i < 16; ++i) offset_by_128[i] = static_cast<uint8_t>(kNf4Levels[i] * 127 + 128.5f);
+    for (int i = 0; i < 16; ++i) {
+      offset_by_128[i] = static_cast<uint8_t>(kNf4Levels[i] * 127 + 128.5f);
+      plain[i] = offset_by_128[i] ^ 128;
+    }
   }
 };
 constexpr Nf4Bytes kNf4Bytes;
@@ -53,6 +58,7 @@ LOWBIT_INLINE float binary_level(uint8_t byte, int i) { return static_cast<float
 // ---- Decoders of four vectors
 
 struct InOrder {
+  static constexpr bool kTimes = false;
   LOWBIT_INLINE static F order(F v) { return v; }
   LOWBIT_INLINE static F unorder(F v) { return v; }
 };
@@ -245,9 +251,20 @@ struct Int8 : Int8Vectors {
   LOWBIT_INLINE static Bytes bytes(Bytes codes) {
     return codes ^ 128;
   }
+  template <int>
+  LOWBIT_INLINE static Bytes signed_bytes(Bytes codes) {
+    return codes;
+  }
 };
 
 struct Nf4 : NibbleVectors {
+  static constexpr bool kTimes = kAddsBesideFma;
+  LOWBIT_INLINE static NibbleVectors times(float f) {
+    float levels[16];
+    for (int i = 0; i < 16; i += kLanes) store(levels + i, load(kNf4Levels + i) * broadcast(f));
+    return NibbleVectors(levels);
+  }
+
   static constexpr int kPerByte = 2;
   static constexpr int kTableRows = 0;
   static float level(uint8_t byte, int i) { return nf4_level(byte, i); }
@@ -257,6 +274,10 @@ struct Nf4 : NibbleVectors {
   template <int i>
   LOWBIT_INLINE static Bytes bytes(Bytes codes) {
     return lookup(kNf4Bytes.offset_by_128, shift_right<4 - 4 * i>(codes));
+  }
+  template <int i>
+  LOWBIT_INLINE static Bytes signed_bytes(Bytes codes) {
+    return lookup(kNf4Bytes.plain, shift_right<4 - 4 * i>(codes));
   }
 };
 

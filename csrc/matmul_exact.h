@@ -31,6 +31,26 @@ LOWBIT_INLINE T* buffer(Scratch slot, int64_t count) {
   return static_cast<T*>(scratch(slot, static_cast<size_t>(count) * sizeof(T)));
 }
 
+constexpr int64_t kAloneWork = 300000;  // multiplications that are done before another thread has begun
+constexpr int64_t kShareWork = 50000;   // that outweigh what it costs to hand them out
+
+// Work of `units` cut for threads that begin late or are held up: large shares first, small ones to end together. It
+// depends on the number of threads alone, and with it the order of sums.
+struct Shares {
+  static constexpr int64_t kMost = 512;
+  int64_t count = 0;
+  int64_t begins[kMost + 1];
+
+  Shares(int64_t units, int64_t threads, int64_t least) {
+    least = threads == 1 ? units : max(least, ceil_div(units, kMost));
+    for (int64_t at = 0; at < units; ++count) {
+      begins[count] = at;
+      at += min(max((units - at) / (2 * threads), least), units - at);
+    }
+    begins[count] = units;
+  }
+};
+
 template <typename D>
 constexpr int kLineBytes = kLine / D::kPerByte;
 
@@ -90,15 +110,33 @@ struct Factors {
   int64_t block_lines;
 };
 
-// partial[m] += factor * levels of `rows` stored rows, in whole lines and in the decoder's order. kRows is their
-// number if it is a constant, else 0. Not inlined: this is the loop that must keep its tables in registers.
+// Where the sums of a block of rows go: `partial` (kM, width) in the decoder's order from its first group of rows to
+// its last, which adds them to `sums` (kM, width) in the order of columns, times `scales` if there are any.
+struct Sums {
+  float* partial;
+  float* sums;
+  const float* scales;
+  int64_t width;
+  bool first, last;
+};
+
+// sums += factor * levels of `rows` stored rows, in whole lines. kRows is their number if it is a constant, else 0.
+// Not inlined: this is the loop that must keep its tables in registers.
 template <int kM, bool kAlong, int kRows, typename D>
 __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, int64_t row_bytes, int64_t any_rows,
-                                        int64_t lines, const Factors& factors, float* partial, int64_t width) {
+                                        int64_t lines, const Factors& factors, const Sums& where) {
+  const Sums to = where;  // a copy, which the stores below can not change
   const int64_t rows = kRows > 0 ? kRows : any_rows;
   const int64_t row_step = kAlong ? 1 : factors.row_step, m_step = factors.m_step;
   const float* factor = factors.at;
   int64_t in_block = 0;
+  // Every other row may have its factor in the decoder's tables, and is added.
+  constexpr bool kTimes = D::kTimes && kM == 1 && kAlong && kRows > 0;
+  constexpr int kTables = kTimes ? kRows / 2 : 1;
+  NibbleVectors tables[kTables];
+  if constexpr (kTimes) {
+    for (int i = 0; i < kTables; ++i) tables[i] = D::times(factor[2 * i + 1]);
+  }
   for (int64_t line = 0; line < lines; ++line) {
     const int64_t offset = line * kLineBytes<D>;
     if (offset % 64 < kLineBytes<D>) {
@@ -109,10 +147,17 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
     }
     F acc[kM][kVectors];
     for (int m = 0; m < kM; ++m) {
-      for (int i = 0; i < kVectors; ++i) acc[m][i] = load(partial + m * width + line * kLine + i * kLanes);
+      const float* partial = to.partial + m * to.width + line * kLine;
+      for (int i = 0; i < kVectors; ++i) acc[m][i] = to.first ? zero() : load(partial + i * kLanes);
     }
+#pragma GCC unroll 8
     for (int64_t r = 0; r < rows; ++r) {
       F v[kVectors];
+      if (kTimes && r % 2 == 1) {
+        tables[r / 2].decode(bytes + r * row_bytes + offset, v);
+        for (int i = 0; i < kVectors; ++i) acc[0][i] += v[i];
+        continue;
+      }
       decoder.decode(bytes + r * row_bytes + offset, v);
       for (int m = 0; m < kM; ++m) {
         const F f = broadcast(factor[m * m_step + r * row_step]);
@@ -120,7 +165,16 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
       }
     }
     for (int m = 0; m < kM; ++m) {
-      for (int i = 0; i < kVectors; ++i) store(partial + m * width + line * kLine + i * kLanes, acc[m][i]);
+      float* partial = to.partial + m * to.width + line * kLine;
+      float* sums = to.sums + m * to.width + line * kLine;
+      if (!to.last) {
+        for (int i = 0; i < kVectors; ++i) store(partial + i * kLanes, acc[m][i]);
+        continue;
+      }
+      for (int i = 0; i < kVectors; ++i) {
+        const F sum = load(sums + i * kLanes), added = D::order(acc[m][i]);
+        store(sums + i * kLanes, kAlong ? fma(added, load(to.scales + line * kLine + i * kLanes), sum) : added + sum);
+      }
     }
     if (!kAlong && ++in_block == factors.block_lines) {
       in_block = 0;
@@ -129,8 +183,8 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
   }
 }
 
-// The rows [begin, end) of the matrix times x (kM, k), to sums (kM, width). Sums of a block of rows are kept in the
-// decoder's order until the block ends and they are scaled. Scales across go to the factors: `scaled` has room for them.
+// The rows [begin, end) of the matrix times x (kM, k), to sums (kM, width). `scaled` has room for the factors, to which
+// scales across go.
 template <int kM, bool kAlong, typename D>
 void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, int64_t begin, int64_t end, float* sums,
                  float* partial, float* scaled) {
@@ -140,10 +194,13 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = kAlong ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
-    memset(partial, 0, static_cast<size_t>(kM * width) * 4);
+    const float* scales = kAlong ? w.scales(block / w.w.row_span, 0, columns, scaled) : nullptr;
+    float last_scales[kLine] = {};
+    if (kAlong) memcpy(last_scales, scales + lines * kLine, static_cast<size_t>(rest) * 4);
     for (int64_t row = block; row < block_end; row += kGroup) {
       const int64_t rows = min(kGroup, block_end - row);
       Factors factors = {x + row, 1, k, 0};
+      Sums to = {partial, sums, scales, width, row == block, row + rows == block_end};
       if (!kAlong) {
         for (int64_t r = 0; r < rows; ++r) {
           const float* s = w.scales(row + r, 0, blocks, scaled + kM * kGroup * blocks);
@@ -155,9 +212,9 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
         factors = {scaled, blocks, kGroup * blocks, ceil_div(w.w.col_span, kLine)};
       }
       if (rows == kGroup) {
-        add_rows<kM, kAlong, kGroup>(decoder, w.row(row), row_bytes, rows, lines, factors, partial, width);
+        add_rows<kM, kAlong, kGroup>(decoder, w.row(row), row_bytes, rows, lines, factors, to);
       } else {
-        add_rows<kM, kAlong, 0>(decoder, w.row(row), row_bytes, rows, lines, factors, partial, width);
+        add_rows<kM, kAlong, 0>(decoder, w.row(row), row_bytes, rows, lines, factors, to);
       }
       if (rest > 0) {
         // The last columns of the rows, copied where a whole line can be read.
@@ -167,16 +224,8 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
           memcpy(line + r * kLineBytes<D>, w.row(row + r) + from, static_cast<size_t>(row_bytes - from));
         }
         if (!kAlong) factors.at += lines * kLine / w.w.col_span;
-        add_rows<kM, kAlong, 0>(decoder, line, kLineBytes<D>, rows, 1, factors, partial + lines * kLine, width);
-      }
-    }
-    const float* scales = kAlong ? w.scales(block / w.w.row_span, 0, columns, scaled) : nullptr;
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      F scale = broadcast(1);
-      if (kAlong) scale = c + kLanes <= columns ? load(scales + c) : load(scales + c, columns - c);
-      for (int m = 0; m < kM; ++m) {
-        float* sum = sums + m * width + c;
-        store(sum, fma(D::order(load(partial + m * width + c)), scale, load(sum)));
+        to = {partial + lines * kLine, sums + lines * kLine, last_scales, width, to.first, to.last};
+        add_rows<kM, kAlong, 0>(decoder, line, kLineBytes<D>, rows, 1, factors, to);
       }
     }
     block = block_end;
@@ -272,16 +321,15 @@ template <typename D>
 bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                    const Parallel& parallel) {
   const int64_t width = round_up(p.n, kLine);
-  // Each thread has its share of the rows and sums of its own. Shares end where blocks do, if there are enough.
+  // Each share of the rows has sums of its own. Shares end where blocks do, if there are enough.
   const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : 64;
-  // More shares than threads, so that a thread that is held up does less.
-  const int64_t tasks = parallel.threads() == 1 ? 1 : max(min(2 * parallel.threads(), p.k / unit), 1);
+  const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n * p.m));
+  const int64_t tasks = shares.count;
   float* sums = buffer<float>(Scratch::call_sums, tasks * p.m * width);
   if (sums == nullptr) return false;
   bool enough_memory = true;
   parallel.each(tasks, [&](int64_t t) {
-    const int64_t units = ceil_div(p.k, unit);
-    const int64_t begin = units * t / tasks * unit, end = min(p.k, units * (t + 1) / tasks * unit);
+    const int64_t begin = shares.begins[t] * unit, end = min(p.k, shares.begins[t + 1] * unit);
     float* partial = buffer<float>(Scratch::task_panel, p.m * width);
     const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows<2> + 1), p.n);
     float* factors = buffer<float>(Scratch::task_scales, factors_size);
@@ -322,8 +370,8 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
 
 // ---- Dot form
 
-constexpr int kDotStored = 2;         // stored rows at a time
 constexpr int64_t kDotColumns = 512;  // columns in one chain of sums, at most
+constexpr int64_t kDotAhead = 2048;   // bytes to prefetch: rows follow each other in memory
 
 inline bool dot_fits(const Weights& w) {
   const bool along = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns);
@@ -331,48 +379,59 @@ inline bool dot_fits(const Weights& w) {
   return along || across;
 }
 
-// y[m, r] = sum over columns of x[m] * levels * scales of kRows stored rows; x (kM, width) is in the decoder's order.
-template <int kM, int kRows, typename D>
-LOWBIT_INLINE void dot_rows(const D& decoder, const Matrix& w, int64_t row, const float* x, int64_t width,
-                            const float* const scales[kRows], float* y, int64_t y_stride) {
-  const int64_t columns = w.w.columns;
-  const int64_t block = scales[0] == nullptr ? columns : w.w.col_span;
-  F total[kRows][kM];
-  for (int r = 0; r < kRows; ++r) {
-    for (int m = 0; m < kM; ++m) total[r][m] = zero();
-  }
-  for (int64_t begin = 0; begin < columns;) {
-    const int64_t block_end = min((begin / block + 1) * block, columns);
-    const int64_t end = min(block_end, begin + kDotColumns);
-    F sum[kRows][kM];
-    for (int r = 0; r < kRows; ++r) {
-      for (int m = 0; m < kM; ++m) sum[r][m] = zero();
+// y[m] = sum over columns of x[m] * levels * scales of a stored row; x (kM, width) is in the decoder's order.
+template <int kM, typename D>
+LOWBIT_INLINE void dot_row(const D& decoder, const uint8_t* bytes, int64_t columns, const float* x, int64_t width,
+                           const float* scales, int64_t block, float* y, int64_t y_stride) {
+  constexpr int kChains = kM == 1 ? 2 : 1;
+  F total[kM];
+  for (int m = 0; m < kM; ++m) total[m] = zero();
+  for (int64_t in_block = 0; columns > 0;) {
+    const int64_t count = min(min(block - in_block, kDotColumns), columns);
+    F sum[kM][kChains];
+    for (int m = 0; m < kM; ++m) {
+      for (int i = 0; i < kChains; ++i) sum[m][i] = zero();
     }
-    for (int64_t c = begin; c < end; c += kLine) {
-      for (int r = 0; r < kRows; ++r) {
-        const uint8_t* bytes = w.row(row + r) + c / D::kPerByte;
-        F v[kVectors];
-        if (c + kLine <= columns) {
-          prefetch(bytes + kRows * w.w.row_bytes);
-          decoder.decode(bytes, v);
-        } else {
-          decoder.decode(PaddedLine<D>(bytes, columns - c).bytes, v);
-        }
-        for (int m = 0; m < kM; ++m) {
-          for (int i = 0; i < kVectors; ++i) {
-            sum[r][m] = fma(v[i], load(x + m * width + c + i * kLanes), sum[r][m]);
-          }
+    const auto add = [&](const uint8_t* line) {
+      F v[kVectors];
+      decoder.decode(line, v);
+      for (int m = 0; m < kM; ++m) {
+        for (int i = 0; i < kVectors; ++i) {
+          sum[m][i % kChains] = fma(v[i], load(x + m * width + i * kLanes), sum[m][i % kChains]);
         }
       }
+      x += kLine;
+    };
+    prefetch(bytes + kDotAhead);
+    for (int64_t line = count / kLine; line > 0; --line, bytes += kLineBytes<D>) {
+      if (kLineBytes<D> == 32) prefetch(bytes + kDotAhead);
+      add(bytes);
     }
-    for (int r = 0; r < kRows; ++r) {
-      const F scale = broadcast(scales[r] == nullptr ? 1.0f : scales[r][begin / block]);
-      for (int m = 0; m < kM; ++m) total[r][m] = fma(sum[r][m], scale, total[r][m]);
+    if (count % kLine > 0) add(PaddedLine<D>(bytes, count % kLine).bytes);
+    const F scale = broadcast(scales == nullptr ? 1.0f : *scales);
+    for (int m = 0; m < kM; ++m) {
+      total[m] = fma(kChains == 2 ? sum[m][0] + sum[m][kChains - 1] : sum[m][0], scale, total[m]);
     }
-    begin = end;
+    columns -= count;
+    in_block += count;
+    if (in_block == block) {
+      in_block = 0;
+      if (scales != nullptr) ++scales;
+    }
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int m = 0; m < kM; ++m) y[m * y_stride + r] = sum_of(total[r][m]);
+  for (int m = 0; m < kM; ++m) y[m * y_stride] = sum_of(total[m]);
+}
+
+// The stored rows [begin, end); not inlined, so that the decoder's tables stay in registers. `held` has room for a row
+// of scales.
+template <int kM, typename D>
+__attribute__((noinline)) void dot_rows(const D& shared, const Matrix& w, int64_t begin, int64_t end, const float* x,
+                                        int64_t width, bool along, float* held, float* y, int64_t y_stride) {
+  const D decoder = shared;
+  const int64_t columns = w.w.columns, block = along ? w.w.col_span : columns;
+  for (int64_t row = begin; row < end; ++row) {
+    const float* scales = along ? w.scales(row, 0, w.w.scale_cols, held) : nullptr;
+    dot_row<kM>(decoder, w.row(row), columns, x, width, scales, block, y + row, y_stride);
   }
 }
 
@@ -391,14 +450,13 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
     }
   }
   bool enough_memory = true;
-  const int64_t unit = along ? kDotStored : min(p.w.row_span, p.n);
-  const int64_t units = ceil_div(p.n, unit);
-  const int64_t tasks = max(min(parallel.threads() * 4, units), 1);
-  parallel.each(tasks, [&](int64_t t) {
-    const int64_t begin = units * t / tasks * unit, end = min(p.n, units * (t + 1) / tasks * unit);
+  const int64_t unit = along ? 1 : min(p.w.row_span, p.n);
+  const Shares shares(ceil_div(p.n, unit), parallel.threads(), ceil_div(kShareWork, unit * p.k * p.m));
+  parallel.each(shares.count, [&](int64_t t) {
+    const int64_t begin = shares.begins[t] * unit, end = min(p.n, shares.begins[t + 1] * unit);
     float* scaled = buffer<float>(Scratch::task_panel, p.m * width);
-    float* scale_rows = buffer<float>(Scratch::task_scales, max(kDotStored * p.w.scale_cols, kLine));
-    if (scaled == nullptr || scale_rows == nullptr) {
+    float* held = buffer<float>(Scratch::task_scales, max(p.w.scale_cols, kLine));
+    if (scaled == nullptr || held == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
@@ -421,16 +479,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
         }
       }
       with_constant<kDotRows>(p.m, [&](auto m) {
-        const auto dots = [&](auto count, int64_t row) {
-          const float* scales[count.value] = {};
-          for (int i = 0; along && i < count.value; ++i) {
-            scales[i] = w.scales(row + i, 0, p.w.scale_cols, scale_rows + i * p.w.scale_cols);
-          }
-          dot_rows<m.value, count.value>(decoder, w, row, operand, width, scales, y + row, p.n);
-        };
-        int64_t row = n;
-        for (; row + kDotStored <= n + rows; row += kDotStored) dots(Constant<kDotStored>(), row);
-        for (; row < n + rows; ++row) dots(Constant<1>(), row);
+        dot_rows<m.value>(decoder, w, n, n + rows, operand, width, along, held, y, p.n);
       });
       n += rows;
     }
@@ -643,9 +692,9 @@ bool matmul_one(const D& decoder, const Matmul& p, const Matrix& w, const float*
   return matmul_panel_first(decoder, p, w, x, y, parallel);
 }
 
-constexpr int64_t kAloneWork = 300000;  // multiplications that are done before another thread has begun
-
-inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
+// multiply(layer, x, y, parallel) for each matrix of the batch, with x and y in float32.
+template <typename Multiply>
+bool each_product(const Matmul& p, const Parallel& parallel, const Multiply& multiply) {
   const int64_t x_size = p.m * p.k, y_size = p.m * p.n;
   const float* x = static_cast<const float*>(p.x);
   float* y = static_cast<float*>(p.y);
@@ -661,23 +710,31 @@ inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
   }
   bool enough_memory = true;
   const Parallel alone(1, nullptr, nullptr);
-  const auto multiply = [&](int64_t b, const Parallel& inner) {
-    const Matrix w(p.w, min(max(p.index[b], 0), p.w.layers - 1));
-    const bool done = with_decoder(p.w.format, [&](const auto& decoder) {
-      return matmul_one(decoder, p, w, x + b * x_size, y + b * y_size, inner);
-    });
-    if (!done) __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+  const auto one = [&](int64_t b, const Parallel& inner) {
+    const int64_t layer = min(max(p.index[b], 0), p.w.layers - 1);
+    if (multiply(layer, x + b * x_size, y + b * y_size, inner)) return;
+    __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
   };
   const int64_t work = p.m * p.k * p.n;
-  if (p.k == 0) {
-    memset(y, 0, static_cast<size_t>(p.batch * y_size) * 4);
-  } else if (p.batch >= 2 * parallel.threads() && p.batch * work > kAloneWork) {
-    parallel.each(p.batch, [&](int64_t b) { multiply(b, alone); });
+  if (p.batch >= 2 * parallel.threads() && p.batch * work > kAloneWork) {
+    parallel.each(p.batch, [&](int64_t b) { one(b, alone); });
   } else {
-    for (int64_t b = 0; b < p.batch; ++b) multiply(b, work > kAloneWork ? parallel : alone);
+    for (int64_t b = 0; b < p.batch; ++b) one(b, work > kAloneWork ? parallel : alone);
   }
   if (p.y_type != Float::f32) from_f32(y, p.batch * y_size, p.y, p.y_type, 0);
   return enough_memory;
+}
+
+inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
+  return each_product(p, parallel, [&](int64_t layer, const float* x, float* y, const Parallel& inner) {
+    if (p.k == 0) {
+      memset(y, 0, static_cast<size_t>(p.m * p.n) * 4);
+      return true;
+    }
+    return with_decoder(p.w.format, [&](const auto& decoder) {
+      return matmul_one(decoder, p, Matrix(p.w, layer), x, y, inner);
+    });
+  });
 }
 
 }  // namespace lowbit::LOWBIT_ISA

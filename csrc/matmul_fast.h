@@ -51,65 +51,6 @@ struct FastPlan {
   int64_t tiles;    // of all columns
 };
 
-// ---- Levels in bytes
-
-// The levels of NF4 in 127ths, rounded, + 128.
-struct Nf4LevelBytes {
-  uint8_t table[16] = {};
-  constexpr Nf4LevelBytes() {
-    for (int i = 0; i < 16; ++i) table[i] = static_cast<uint8_t>(kNf4Levels[i] * 127 + 128.5f);
-  }
-};
-constexpr Nf4LevelBytes kNf4LevelBytes;
-
-// get<i>(codes): level / kUnit + kOffset of the i-th code of each byte, unsigned. kSmall: at most 3.
-template <typename D>
-struct LevelBytes;
-
-template <>
-struct LevelBytes<Int8> {
-  static constexpr int kOffset = 128;
-  static constexpr bool kSmall = false;
-  static constexpr float kUnit = 1;
-  template <int>
-  LOWBIT_INLINE static Bytes get(Bytes codes) {
-    return codes ^ 128;
-  }
-};
-
-template <>
-struct LevelBytes<Nf4> {
-  static constexpr int kOffset = 128;
-  static constexpr bool kSmall = false;
-  static constexpr float kUnit = 1.0f / 127;
-  template <int i>
-  LOWBIT_INLINE static Bytes get(Bytes codes) {
-    return lookup(kNf4LevelBytes.table, shift_right<4 - 4 * i>(codes));
-  }
-};
-
-template <>
-struct LevelBytes<Ternary> {
-  static constexpr int kOffset = 1;
-  static constexpr bool kSmall = true;
-  static constexpr float kUnit = 1;
-  template <int i>
-  LOWBIT_INLINE static Bytes get(Bytes codes) {
-    return shift_right<6 - 2 * i>(codes) & 3;
-  }
-};
-
-template <>
-struct LevelBytes<Binary> {
-  static constexpr int kOffset = 1;
-  static constexpr bool kSmall = true;
-  static constexpr float kUnit = 1;
-  template <int i>
-  LOWBIT_INLINE static Bytes get(Bytes codes) {
-    return shift_right<6 - i>(codes) & 2;  // twice the code
-  }
-};
-
 // ---- x to int8
 
 // Four values of x beside each other as the dots want them.
@@ -125,10 +66,10 @@ LOWBIT_INLINE void put_x(int8_t a, int8_t b, int8_t c, int8_t d, uint8_t* out) {
   }
 }
 
-// Quantizes one row and spreads it over its places in `packed`: [slab][row tile][group of 4 k][row of tile].
+// One row of x in int8, with its seeds and scales, [block][row].
 template <typename D>
-void quantize_row(const FastPlan& plan, bool contract_last, const float* x, int64_t k, int64_t m, int64_t rows,
-                  int8_t* q, uint8_t* packed, int32_t* seeds, float* scales) {
+void quantize_row(const FastPlan& plan, const float* x, int64_t k, int64_t m, int64_t rows, int8_t* q, int32_t* seeds,
+                  float* scales) {
   for (int64_t b = 0; b < plan.blocks; ++b) {
     const int64_t begin = b * plan.block, end = min(begin + plan.block, k);
     const int64_t whole = begin + (end - begin) / kLanes * kLanes, rest = end - whole;
@@ -156,11 +97,16 @@ void quantize_row(const FastPlan& plan, bool contract_last, const float* x, int6
     }
     uint32_t total = 0;
     for (int i = 0; i < kLanes; ++i) total += static_cast<uint32_t>(sum[i]);
-    seeds[b * rows + m] = finite ? -LevelBytes<D>::kOffset * static_cast<int32_t>(total) : 0;
-    scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * LevelBytes<D>::kUnit;
+    seeds[b * rows + m] = finite ? -D::kOffset * static_cast<int32_t>(total) : 0;
+    scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * D::kUnit;
   }
   memset(q + k, 0, static_cast<size_t>(plan.slabs * plan.slab - k));
-  constexpr int kSize = x_bytes(LevelBytes<D>::kSmall), kRows = fast_rows(LevelBytes<D>::kSmall), kPer = D::kPerByte;
+}
+
+// Spreads it over its places in `packed`: [slab][row tile][group of 4 k][row of tile].
+template <typename D>
+void pack_row(const FastPlan& plan, bool contract_last, int64_t m, int64_t rows, const int8_t* q, uint8_t* packed) {
+  constexpr int kSize = x_bytes(D::kSmall), kRows = fast_rows(D::kSmall), kPer = D::kPerByte;
   const int64_t tile = m / kRows * kRows, tile_rows = min(kRows, rows - tile), groups = plan.slab / 4;
   for (int64_t s = 0; s < plan.slabs; ++s) {
     uint8_t* out = packed + ((s * rows + tile) * groups + m - tile) * kSize;
@@ -184,7 +130,7 @@ void quantize_row(const FastPlan& plan, bool contract_last, const float* x, int6
 template <typename D, int i = 0, typename Place>
 LOWBIT_INLINE void put_bytes(Bytes codes, const Place& place) {
   if constexpr (i < D::kPerByte) {
-    store_as(place(i), LevelBytes<D>::template get<i>(codes));
+    store_as(place(i), D::template bytes<i>(codes));
     put_bytes<D, i + 1>(codes, place);
   }
 }
@@ -395,7 +341,7 @@ bool fast_tiles(const Matmul& p, const FastPlan& plan, const Matrix& w, const Fa
   float* scales = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(blocks * columns) * 4));
   float* sums = static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>((end - begin) * columns * p.m) * 4));
   if (panel == nullptr || scales == nullptr || sums == nullptr) return false;
-  constexpr bool kSmall = LevelBytes<D>::kSmall;
+  constexpr bool kSmall = D::kSmall;
   constexpr int kSize = x_bytes(kSmall), kRows = fast_rows(kSmall);
   for (int64_t slab = 0; slab < plan.slabs; ++slab) {
     const int64_t k = slab * plan.slab, depth = round_up(min(plan.slab, p.k - k), plan.unit);
@@ -479,11 +425,247 @@ bool make_plan(const Matmul& p, FastPlan& plan) {
   return true;
 }
 
+#if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
+
+// ---- One row of x: nothing is used twice, so weights go from memory to the sums without a panel
+
+constexpr int64_t kFastGroup = 8;  // stored rows side by side
+
+template <typename D>
+bool one_row_fits(const Matmul& p, const FastPlan& plan) {
+  return p.m == 1 && (!p.contract_last || !plan.blocked || plan.block % (kBytes * D::kPerByte) == 0);
+}
+
+// Where the sums of a block of rows go, in the order of a panel's columns: `partial` from its first group of rows to
+// its last, which adds them to `sums`, times the scale of x and, if there are any, those of the columns.
+struct FastSums {
+  int32_t* partial;
+  float* sums;
+  const float* scales;
+  float x_scale;
+  int32_t seed;
+};
+
+// Are levels multiplied with their offset, which sums then begin without?
+template <typename D>
+constexpr bool kSeeded = D::kSmall || !kSignedDots;
+
+// sum += the i-th codes of the bytes times x
+template <typename D, int i>
+LOWBIT_INLINE void add_code(I& sum, Bytes codes, I x) {
+  if constexpr (kSeeded<D>) {
+    add_dots<D::kSmall>(sum, D::template bytes<i>(codes), x);
+  } else {
+    add_dots<D::kSmall>(sum, D::template signed_bytes<i>(codes), x);
+  }
+}
+
+template <typename D, bool kFirst, bool kLast, int i = 0>
+LOWBIT_INLINE void add_codes(Bytes a, Bytes b, I xa, I xb, const FastSums& to, int64_t at) {
+  if constexpr (i < D::kPerByte) {
+    I sum = kFirst ? I{} + to.seed : load_as<I>(to.partial + at);
+    add_code<D, i>(sum, a, xa);
+    add_code<D, i>(sum, b, xb);
+    if (kLast) {
+      F scale = broadcast(to.x_scale);
+      if (to.scales != nullptr) scale *= load(to.scales + at);
+      store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
+    } else {
+      store_as(to.partial + at, sum);
+    }
+    add_codes<D, kFirst, kLast, i + 1>(a, b, xa, xb, to, at + kLanes);
+  }
+}
+
+// kFastGroup stored rows (of which the last may be the same) times q, in `parts` of kBytes.
+template <typename D, bool kFirst, bool kLast>
+__attribute__((noinline)) void add_fast_rows(const uint8_t* const rows[kFastGroup], int64_t parts, int64_t ahead,
+                                             const int8_t* q, const FastSums& where) {
+  const FastSums to = where;  // a copy, which the stores can not change
+  const I xa = splat(q), xb = splat(q + 4);
+  for (int64_t part = 0; part < parts; ++part) {
+    Bytes v[kFastGroup];
+    for (int r = 0; r < kFastGroup; ++r) {
+      if (kBytes == 64 || part % 2 == 0) prefetch(rows[r] + part * kBytes + ahead);
+      v[r] = load_as<Bytes>(rows[r] + part * kBytes);
+    }
+    interleave_rows(v);
+    interleave_rows(v + 4);
+    for (int j = 0; j < 4; ++j) {
+      add_codes<D, kFirst, kLast>(v[j], v[4 + j], xa, xb, to, (part * 4 + j) * kLanes * D::kPerByte);
+    }
+  }
+}
+
+// The stored rows [begin, end) times q, to sums.
+template <typename D>
+bool fast_stream(const FastPlan& plan, const Matrix& w, const int8_t* q, const float* x_scales, int64_t begin,
+                 int64_t end, float* sums) {
+  constexpr int64_t kColumns = kTileBytes * D::kPerByte;
+  const int64_t row_bytes = w.w.row_bytes, parts = row_bytes / kBytes, rest = row_bytes % kBytes;
+  const int64_t tiles = ceil_div(row_bytes, kTileBytes), width = tiles * kColumns;
+  int32_t* partial = buffer<int32_t>(Scratch::task_panel, width);
+  float* scales = buffer<float>(Scratch::task_scales, width);
+  if (partial == nullptr || scales == nullptr) return false;
+  memset(sums, 0, static_cast<size_t>(width) * 4);
+  for (int64_t block = begin; block < end;) {
+    const int64_t block_end = min(end, (block / plan.block + 1) * plan.block);
+    FastSums to = {partial, sums, nullptr, x_scales[block / plan.block], 0};
+    if (plan.blocked) {
+      for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, false, block, t, scales + t * kColumns);
+      to.scales = scales;
+    }
+    if (kSeeded<D>) {
+      for (int64_t r = block; r < block_end; ++r) to.seed -= D::kOffset * q[r];
+    }
+    for (int64_t row = block; row < block_end; row += kFastGroup) {
+      const int64_t count = min(kFastGroup, block_end - row);
+      int8_t group[kFastGroup] = {};  // zeros for the rows that are not there
+      memcpy(group, q + row, static_cast<size_t>(count));
+      const uint8_t* rows[kFastGroup];
+      for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = w.row(row + min(r, count - 1));
+      const auto add = [&](int64_t count_of_parts, int64_t ahead, const FastSums& sums_of_parts) {
+        const bool last = row + count == block_end;
+        auto run = last ? add_fast_rows<D, false, true> : add_fast_rows<D, false, false>;
+        if (row == block) run = last ? add_fast_rows<D, true, true> : add_fast_rows<D, true, false>;
+        run(rows, count_of_parts, ahead, group, sums_of_parts);
+      };
+      add(parts, kFastGroup * row_bytes, to);
+      if (rest > 0) {
+        // The last bytes of the rows, copied where a whole part can be read.
+        uint8_t ends[kFastGroup][kBytes] = {};
+        for (int64_t r = 0; r < kFastGroup; ++r) {
+          memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
+          rows[r] = ends[r];
+        }
+        const int64_t at = parts * kBytes * D::kPerByte;
+        add(1, 0, {partial + at, sums + at, to.scales == nullptr ? nullptr : scales + at, to.x_scale, to.seed});
+      }
+    }
+    block = block_end;
+  }
+  return true;
+}
+
+template <typename D>
+bool fast_first(const Matmul& p, const FastPlan& plan, const Matrix& w, const int8_t* q, const float* x_scales,
+                float* y, const Parallel& parallel) {
+  constexpr int64_t kPer = D::kPerByte;
+  const int64_t width = plan.tiles * plan.columns, unit = plan.blocked ? plan.block : 64;
+  const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n));
+  float* sums = buffer<float>(Scratch::call_sums, shares.count * width + p.n);
+  if (sums == nullptr) return false;
+  bool enough_memory = true;
+  parallel.each(shares.count, [&](int64_t t) {
+    const int64_t begin = shares.begins[t] * unit, end = min(p.k, shares.begins[t + 1] * unit);
+    if (!fast_stream<D>(plan, w, q, x_scales, begin, end, sums + t * width)) {
+      __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+    }
+  });
+  if (!enough_memory) return false;
+  float* held = sums + shares.count * width;
+  const float* scales = plan.blocked ? nullptr : w.scales(0, 0, p.n, held);
+  for (int64_t at = 0; at < width; at += kLanes) {
+    F total = load(sums + at);
+    for (int64_t t = 1; t < shares.count; ++t) total += load(sums + t * width + at);
+    const int64_t column = at / (kLanes * kPer) * (kLanes * kPer) + at / kLanes % kPer;
+    for (int64_t i = 0; i < kLanes && column + i * kPer < p.n; ++i) {
+      const int64_t n = column + i * kPer;
+      y[n] = scales == nullptr ? total[i] : total[i] * scales[n];
+    }
+  }
+  return true;
+}
+
+// sum += the products of the codes of kBytes with x, [code of a byte][byte]
+template <typename D, int i = 0>
+LOWBIT_INLINE void add_chunk(I& sum, Bytes codes, const int8_t* x) {
+  if constexpr (i < D::kPerByte) {
+    add_code<D, i>(sum, codes, load_as<I>(x + i * kBytes));
+    add_chunk<D, i + 1>(sum, codes, x);
+  }
+}
+
+// y[n] of the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` has room for the scales of a row.
+template <typename D>
+__attribute__((noinline)) void fast_dots(const FastPlan& plan, const Matrix& w, const int8_t* x, const int32_t* seeds,
+                                         const float* x_scales, int64_t begin, int64_t end, float* scaled, float* y) {
+  constexpr int64_t kCodes = kBytes * D::kPerByte;
+  const int64_t row_bytes = w.w.row_bytes, span = max(w.w.col_span / plan.block, 1);
+  for (int64_t row = begin; row < end; ++row) {
+    const float* scales = w.scales(row, 0, w.w.scale_cols, scaled + plan.blocks);
+    if (span == 1) {
+      for (int64_t b = 0; b < plan.blocks; ++b) scaled[b] = x_scales[b] * scales[b];
+    } else {
+      for (int64_t b = 0; b < plan.blocks; ++b) scaled[b] = x_scales[b] * scales[b / span];
+    }
+    const uint8_t* bytes = w.row(row);
+    const int8_t* from = x;
+    int64_t left = row_bytes;
+    F total = zero();
+    for (int64_t b = 0; b < plan.blocks; ++b) {
+      I sum{};
+      if (kSeeded<D>) sum[0] = seeds[b];
+      for (int64_t c = 0; c < plan.block && left > 0; c += kCodes, left -= kBytes, bytes += kBytes, from += kCodes) {
+        prefetch(bytes + kDotAhead);
+        if (left >= kBytes) {
+          add_chunk<D>(sum, load_as<Bytes>(bytes), from);
+        } else {
+          Bytes codes{};
+          memcpy(&codes, bytes, static_cast<size_t>(left));
+          add_chunk<D>(sum, codes, from);
+        }
+      }
+      total = fma(to_float(sum), broadcast(scaled[b]), total);
+    }
+    y[row] = sum_of(total);
+  }
+}
+
+template <typename D>
+bool fast_last(const Matmul& p, const FastPlan& plan, const Matrix& w, const int8_t* q, const int32_t* seeds,
+               const float* x_scales, float* y, const Parallel& parallel) {
+  constexpr int64_t kPer = D::kPerByte, kCodes = kBytes * kPer;
+  const int64_t padded = round_up(p.k, kCodes);
+  int8_t* x = buffer<int8_t>(Scratch::call_sums, padded);
+  if (x == nullptr) return false;
+  memset(x, 0, static_cast<size_t>(padded));
+  for (int64_t k = 0; k < p.k; ++k) x[k / kCodes * kCodes + k % kPer * kBytes + k % kCodes / kPer] = q[k];
+  const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.k));
+  bool enough_memory = true;
+  parallel.each(shares.count, [&](int64_t t) {
+    float* scaled = buffer<float>(Scratch::task_scales, plan.blocks + p.w.scale_cols);
+    if (scaled == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+    fast_dots<D>(plan, w, x, seeds, x_scales, shares.begins[t], shares.begins[t + 1], scaled, y);
+  });
+  return enough_memory;
+}
+
+template <typename D>
+bool matmul_one_row(const Matmul& p, const FastPlan& plan, const Parallel& parallel) {
+  return each_product(p, parallel, [&](int64_t layer, const float* x, float* y, const Parallel& inner) {
+    const int64_t padded = plan.slabs * plan.slab;
+    float* x_scales = buffer<float>(Scratch::call_pack, plan.blocks * 2 + ceil_div(padded, 4));
+    if (x_scales == nullptr) return false;
+    int32_t* seeds = reinterpret_cast<int32_t*>(x_scales + plan.blocks);
+    int8_t* q = reinterpret_cast<int8_t*>(seeds + plan.blocks);
+    quantize_row<D>(plan, x, p.k, 0, 1, q, seeds, x_scales);
+    const Matrix w(p.w, layer);
+    return p.contract_last ? fast_last<D>(p, plan, w, q, seeds, x_scales, y, inner)
+                           : fast_first<D>(p, plan, w, q, x_scales, y, inner);
+  });
+}
+
+#endif
+
 template <typename D>
 bool matmul_fast_as(const Matmul& p, const Parallel& parallel) {
   FastPlan plan;
   if (!make_plan<D>(p, plan)) return false;
-  const int64_t padded = plan.slabs * plan.slab, x_size = p.m * padded / 4 * x_bytes(LevelBytes<D>::kSmall);
+#if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
+  if (one_row_fits<D>(p, plan)) return matmul_one_row<D>(p, plan, parallel);
+#endif
+  const int64_t padded = plan.slabs * plan.slab, x_size = p.m * padded / 4 * x_bytes(D::kSmall);
   const int64_t x_scales = plan.blocks * p.m;
   uint8_t* packed = static_cast<uint8_t*>(scratch(Scratch::call_pack, static_cast<size_t>(p.batch * x_size)));
   float* scales = static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(p.batch * x_scales) * 8));
@@ -506,8 +688,9 @@ bool matmul_fast_as(const Matmul& p, const Parallel& parallel) {
       x = wide;
     }
     const int64_t b = row / p.m;
-    quantize_row<D>(plan, p.contract_last, x, p.k, row % p.m, p.m, reinterpret_cast<int8_t*>(wide + p.k),
-                    packed + b * x_size, seeds + b * x_scales, scales + b * x_scales);
+    int8_t* q = reinterpret_cast<int8_t*>(wide + p.k);
+    quantize_row<D>(plan, x, p.k, row % p.m, p.m, q, seeds + b * x_scales, scales + b * x_scales);
+    pack_row<D>(plan, p.contract_last, row % p.m, p.m, q, packed + b * x_size);
     return true;
   });
   // Long runs of memory for few rows; sums that stay in the second cache for many.

@@ -25,6 +25,7 @@ constexpr int kTileVectors = 4;  // of the register tile: 6 x 4 sums, 4 vectors,
 constexpr int kStreamRows = 4;
 constexpr int kDotRows = 4;
 constexpr bool kLooksUp16 = true;  // in one instruction
+constexpr bool kAddsBesideFma = false;
 
 LOWBIT_INLINE F zero() { return _mm512_setzero_ps(); }
 LOWBIT_INLINE F broadcast(float a) { return _mm512_set1_ps(a); }
@@ -52,6 +53,7 @@ constexpr int kTileVectors = 2;  // of the register tile: 6 x 2 sums, 2 vectors,
 constexpr int kStreamRows = 4;
 constexpr int kDotRows = 4;
 constexpr bool kLooksUp16 = false;
+constexpr bool kAddsBesideFma = true;  // shuffles keep one of the two FMA units busy, and one of the two adders
 
 LOWBIT_INLINE F zero() { return _mm256_setzero_ps(); }
 LOWBIT_INLINE F broadcast(float a) { return _mm256_set1_ps(a); }
@@ -85,6 +87,7 @@ constexpr int kTileVectors = 2;
 constexpr int kStreamRows = 2;
 constexpr int kDotRows = 2;
 constexpr bool kLooksUp16 = false;
+constexpr bool kAddsBesideFma = false;
 
 LOWBIT_INLINE F zero() { return F{}; }
 LOWBIT_INLINE F broadcast(float a) { return F{a, a, a, a}; }

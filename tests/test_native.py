@@ -291,6 +291,9 @@ def check_fast(target, format, contract, span, m, k, n, *, block=None, index=(0,
 def test_fast_matmul_is_its_definition(target, format):
     for contract in (0, 1):
         check_fast(target, format, contract, 64, 1, 512, 640)
+        check_fast(target, format, contract, 256, 1, 1024, 777)
+        check_fast(target, format, contract, 0, 1, 1101, 1335, index=(1, 0))
+        check_fast(target, format, contract, 1024, 1, 2112, 203, block=512)
         check_fast(target, format, contract, 0, 5, 515, 203)
         check_fast(target, format, contract, 32, 13, 130, 77)
         check_fast(target, format, contract, 1024, 2, 2112, 70, block=512)
