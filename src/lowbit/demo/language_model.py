@@ -13,16 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit import Report, quantize_tree
+from lowbit.io.convert import is_stored, plain_fields
 from lowbit.io.gguf import GGUFFile
+from lowbit.io.source import Tensors, open_tensors
 from lowbit.runtime import implicit
 from lowbit.tree import Rules
 
 from . import llama
 from .llama import DENSE, Formats, LlamaConfig
-from .tokenizer import Tokenizer
+from .tokenizer import HuggingFaceTokenizer, Tokenizer
 
 # Prompts are filled up to a multiple of this many tokens, and caches of the other, so that few programs are compiled.
 PROMPT_STEP, CACHE_STEP = 64, 256
+GGUF_KEY = "general.architecture"
 
 
 @partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
@@ -48,6 +51,16 @@ def score(config: LlamaConfig, params: Any, tokens: jax.Array, cache: Any, forma
     return llama.forward(config, params, tokens, cache, 0, formats=formats)[0][0]
 
 
+def model_fields(file: Tensors) -> dict[str, Any]:
+    """What a file says of its model: the fields of a GGUF, or a config.json."""
+    for fields in (file.metadata, plain_fields(file.metadata.get("gguf")), file.metadata.get("config")):
+        if isinstance(fields, dict) and (GGUF_KEY in fields or "model_type" in fields):
+            return fields
+    raise ValueError(
+        f"{file.path} says nothing of the model it holds, neither in fields of a GGUF file nor in a config.json."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """Parameters, dense or quantized, with the tokenizer of their file.
@@ -56,17 +69,31 @@ class LanguageModel:
     """
 
     config: LlamaConfig
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | HuggingFaceTokenizer
     params: Any
     formats: Formats = DENSE
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Self:
         """The model in a GGUF file, in float32."""
-        file = GGUFFile(path)
-        tokenizer = Tokenizer.from_gguf(file.metadata)
-        config, params = llama.load(file, file.metadata)
-        return cls(config, tokenizer, params)
+        return cls.from_file(path, "float32")
+
+    @classmethod
+    def from_file(cls, path: str | Path, format: str | None = None) -> Self:
+        """The model in a GGUF file, in a file of ours that came from one, or in a Hugging Face directory.
+
+        `format` is that of the weights, or `"float32"`. None keeps them as they are stored in a file of ours or a
+        directory, if they are quantized there, and is NF4 otherwise.
+        """
+        file = open_tensors(path)
+        fields = model_fields(file)
+        tokenizer = Tokenizer.from_gguf(fields) if GGUF_KEY in fields else HuggingFaceTokenizer(file.path)
+        stored = not isinstance(file, GGUFFile) and any(is_stored(file.type(name)) for name in file)
+        config, params = llama.load(file, fields, as_stored=format is None and stored)
+        model = cls(config, tokenizer, params)
+        if format == "float32" or (format is None and stored):
+            return model
+        return model.quantized(format or "nf4", strict=True)[0]
 
     def quantized(self, rules: Rules, *, strict: bool = False) -> tuple[Self, Report]:
         """The same model with its weights quantized."""

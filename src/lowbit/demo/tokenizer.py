@@ -6,8 +6,10 @@ character, and pairs of neighbours are merged in the order of the file's list. H
 """
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 
@@ -187,6 +189,66 @@ class Tokenizer:
             ids += [self._control[_TURN], *self.encode(turn, special=False), self._control[_TURN_END]]
             ids += self.encode("\n", special=False)
         return [*ids, self._control[_TURN], *self.encode("assistant\n", special=False)]
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a Hugging Face directory: `tokenizer.json`, and the end of a text from the files beside it.
+
+    It has what `Tokenizer` has.
+    """
+
+    def __init__(self, folder: Path):
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError("Text models take the tokenizers package: pip install 'lowbit[demo]'") from error
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{folder} has no tokenizer.json.")
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(f"{path} is no tokenizer that can be read: {error}") from None
+        config = self._json(folder / "tokenizer_config.json")
+        eos = config.get("eos_token")
+        name = eos.get("content") if isinstance(eos, dict) else eos
+        self.eos: int | None = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        self._chat_template = config.get("chat_template")
+
+    @staticmethod
+    def _json(path: Path) -> dict[str, Any]:
+        try:
+            found = json.loads(path.read_bytes()) if path.is_file() else {}
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        return found if isinstance(found, dict) else {}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text, with the tokens that the file wants around it if `special`."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, without control tokens."""
+        return self._tokenizer.decode(list(ids))
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of token ids in pieces, as the ids come."""
+        from tokenizers.decoders import DecodeStream
+
+        decoder = DecodeStream(skip_special_tokens=True)
+        for i in ids:
+            if piece := decoder.step(self._tokenizer, i):
+                yield piece
+
+    def chat(self, prompt: str) -> list[int]:
+        """The ids of a conversation that begins with `prompt`, up to where the model is to answer."""
+        template = self._chat_template if isinstance(self._chat_template, str) else ""
+        if _TURN not in template or self._tokenizer.token_to_id(_TURN) is None:
+            raise ValueError("tokenizer_config.json has no ChatML template, the only one that is known. Try --raw.")
+        system = _DEFAULT_SYSTEM.search(template.replace("\\n", "\n"))
+        turns = ([f"system\n{system[1]}"] if system else []) + [f"user\n{prompt}"]
+        text = "".join(f"{_TURN}{turn}{_TURN_END}\n" for turn in turns) + f"{_TURN}assistant\n"
+        return self.encode(text, special=False)
 
 
 def _byte_alphabet() -> dict[str, int]:

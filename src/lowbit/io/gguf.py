@@ -22,9 +22,13 @@ import numpy as np
 
 from lowbit.formats import Array1B, Array8B, QuantizedArray
 
-# The types of metadata values by their numbers in the GGUF specification (ggml/docs/gguf.md).
-_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-_STRING, _ARRAY = 8, 9
+# The types of metadata values by their numbers in the GGUF specification (ggml/docs/gguf.md), and the numbers among
+# them as `struct` and numpy both write them.
+STRING, ARRAY = 8, 9
+TYPES = {0: "UINT8", 1: "INT8", 2: "UINT16", 3: "INT16", 4: "UINT32", 5: "INT32", 6: "FLOAT32", 7: "BOOL"}
+TYPES |= {STRING: "STRING", ARRAY: "ARRAY", 10: "UINT64", 11: "INT64", 12: "FLOAT64"}
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_ARRAYS = {kind: f"[{name}]" for kind, name in TYPES.items()}
 
 # The types of tensors that numpy can view as they are.
 _DTYPES: dict[str, Any] = {
@@ -39,7 +43,7 @@ _DTYPES: dict[str, Any] = {
 }
 # Blocks as they lie in the file (ggml-common.h). Byte 4 m + k of each half of a TQ2_0 block has in its bits 2 l the
 # code of value 32 l + 4 m + k of that half.
-_Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
+Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
 _TQ2_0 = np.dtype([("codes", "u1", (2, 8, 4)), ("scale", "<f2")])
 
 # Keys, tensors and array elements of a header altogether. The largest vocabularies need a third of it; as Python
@@ -48,6 +52,16 @@ _MOST_VALUES = 1 << 22
 _MOST_AXES = 4  # GGML_MAX_DIMS
 _DEEPEST = 4  # arrays in arrays
 _CHUNK = 1 << 18  # elements decoded at a time, which stay in the cache
+
+
+class GGUFField(NamedTuple):
+    """A value of a file's metadata with its type there, such as `"UINT32"`, or `"[STRING]"` for an array.
+
+    The elements of an `"[ARRAY]"` are fields themselves.
+    """
+
+    type: str
+    value: Any
 
 
 class GGUFFile:
@@ -60,19 +74,22 @@ class GGUFFile:
         file.dense("blk.0.attn_q.weight")           # float32, whatever the file stores
 
     Opening it reads the header and checks all of it, so that a file that is cut off or damaged there is a `ValueError`
-    at once. What the numbers of a tensor are, no check can tell.
+    at once. What the numbers of a tensor are, no check can tell. `fields` is the metadata with the types that it has in
+    the file, for `write_gguf`.
     """
 
     path: Path
     metadata: dict[str, Any]
+    fields: dict[str, GGUFField]
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._gguf = _package()
+        self._gguf = package()
         self.path = Path(path)
         if self.path.stat().st_size == 0:
             raise ValueError(f"{self.path} is no GGUF file: it is empty.")
         self._data = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
-        self.metadata, self._tensors = _Header(self.path, self._data, self._gguf).read()
+        self.fields, self._tensors = _Header(self.path, self._data, self._gguf).read()
+        self.metadata = {key: without_types(field) for key, field in self.fields.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,6 +111,10 @@ class GGUFFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the usual order, the last axis contiguous: `(out, in)` for a linear layer."""
         return self._tensor(name).shape
+
+    def nbytes(self, name: str) -> int:
+        """How many bytes a tensor takes in the file."""
+        return self._bytes(self._tensor(name)).nbytes
 
     def type(self, name: str) -> str:
         """The name of the type that a tensor is stored in, such as `"Q4_1"`."""
@@ -132,7 +153,7 @@ class GGUFFile:
         if tensor.type.name in _DTYPES:
             return self._plain(tensor)
         if tensor.type.name == "Q8_0":
-            blocks = self._bytes(tensor).view(_Q8_0)
+            blocks = self._bytes(tensor).view(Q8_0)
             weight = blocks["codes"].reshape(tensor.shape)
             return Array8B(weight=weight, scale=_scales(blocks, tensor.shape, 32), axis=-1, block_size=32)
         if tensor.type.name == "TQ2_0":
@@ -160,12 +181,17 @@ class GGUFFile:
         return self._bytes(tensor).view(_DTYPES[tensor.type.name]).reshape(tensor.shape)
 
 
-def _package() -> Any:
+def package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ImportError("Reading GGUF files takes the gguf package: pip install 'lowbit[gguf]'") from error
+        raise ImportError("GGUF files take the gguf package: pip install 'lowbit[gguf]'") from error
     return gguf
+
+
+def without_types(field: GGUFField) -> Any:
+    """The value of a field, as plain Python has it."""
+    return [without_types(element) for element in field.value] if field.type == "[ARRAY]" else field.value
 
 
 def _scales(blocks: np.ndarray, shape: tuple[int, ...], block: int) -> np.ndarray:
@@ -202,10 +228,10 @@ class _Header:
         self.values_left = _MOST_VALUES
         self.part = "its header"
 
-    def read(self) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+    def read(self) -> tuple[dict[str, GGUFField], dict[str, _Tensor]]:
         if (magic := bytes(self.take(4))) != b"GGUF":
             raise ValueError(f"{self.path} is no GGUF file: it begins with {magic!r}, not with b'GGUF'.")
-        version = self.number("<u4")
+        version = self.number("I")
         if version & 0xFFFF == 0:
             raise ValueError(
                 f"{self.path} is a big-endian GGUF file, which cannot be read. "
@@ -213,17 +239,16 @@ class _Header:
             )
         if version not in (2, 3):
             raise ValueError(f"{self.path} is a GGUF file of version {version}; versions 2 and 3 can be read.")
-        tensor_count, key_count = self.number("<u8"), self.number("<u8")
-        self.spend(tensor_count)
-        self.spend(key_count)
-        metadata: dict[str, Any] = {}
+        tensor_count, key_count = self.number("Q"), self.number("Q")
+        self.spend(8 * (tensor_count + key_count))  # each takes as much memory as eight elements
+        fields: dict[str, GGUFField] = {}
         for i in range(key_count):
             self.part = f"metadata key {i}"
             key = self.string()
             self.part = f"metadata key {key!r}"
-            if key in metadata:
+            if key in fields:
                 raise self.bad("is there twice")
-            metadata[key] = self.value(self.number("<u4"))
+            fields[key] = self.value(self.number("I"))
         found: dict[str, tuple[tuple[int, ...], Any, int, int]] = {}
         for i in range(tensor_count):
             self.part = f"tensor {i}"
@@ -233,18 +258,18 @@ class _Header:
                 raise self.bad("is there twice")
             found[name] = self.tensor()
         self.part = "metadata key 'general.alignment'"
-        alignment = metadata.get("general.alignment", 32)
+        alignment = fields["general.alignment"].value if "general.alignment" in fields else 32
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self.bad(f"is {alignment!r}, and no power of two")
-        return metadata, self.placed(found, self.at + -self.at % alignment, alignment)
+        return fields, self.placed(found, self.at + -self.at % alignment, alignment)
 
     def tensor(self) -> tuple[tuple[int, ...], Any, int, int]:
         """Shape, type, offset and size of the next tensor."""
-        axes = self.number("<u4")
+        axes = self.number("I")
         if axes > _MOST_AXES:
             raise self.bad(f"has {axes} axes, more than {_MOST_AXES}")
-        shape = tuple(self.numbers("<u8", axes))[::-1]
-        number, offset = self.number("<u4"), self.number("<u8")
+        shape = tuple(self.numbers("Q", axes))[::-1]
+        number, offset = self.number("I"), self.number("Q")
         # Also of an empty tensor the other axes must be such that numpy can count in bytes.
         if math.prod(max(n, 1) for n in shape) >= 1 << 59:
             raise self.bad(f"has the shape {shape}, more than any file can hold")
@@ -294,7 +319,7 @@ class _Header:
         return self.data[first : self.at]
 
     def numbers(self, dtype: str, count: int) -> list[Any]:
-        return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype).tolist()
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), f"<{dtype}").tolist()
 
     def number(self, dtype: str) -> Any:
         return self.numbers(dtype, 1)[0]
@@ -306,17 +331,20 @@ class _Header:
         except UnicodeDecodeError as error:
             raise self.bad(f"has text that is no UTF-8 ({error})") from None
 
-    def value(self, kind: int, depth: int = 0) -> Any:
-        if kind in _NUMBERS:
-            return self.number(_NUMBERS[kind])
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
+    def value(self, kind: int, depth: int = 0) -> GGUFField:
+        if kind not in TYPES:
             raise self.bad(f"has a value of the type {kind}, which GGUF does not have")
+        if kind in NUMBERS:
+            return GGUFField(TYPES[kind], self.number(NUMBERS[kind]))
+        if kind == STRING:
+            return GGUFField(TYPES[kind], self.string())
         if depth == _DEEPEST:
             raise self.bad(f"has arrays nested more than {_DEEPEST} deep")
-        kind, count = self.number("<u4"), self.number("<u8")
-        self.spend(count)
-        if kind in _NUMBERS:
-            return self.numbers(_NUMBERS[kind], count)
-        return [self.value(kind, depth + 1) for _ in range(count)]
+        kind, count = self.number("I"), self.number("Q")
+        self.spend(count + 1)
+        if kind in NUMBERS:
+            return GGUFField(_ARRAYS[kind], self.numbers(NUMBERS[kind], count))
+        if kind == STRING:
+            return GGUFField(_ARRAYS[kind], [self.string() for _ in range(count)])
+        elements = [self.value(kind, depth + 1) for _ in range(count)]
+        return GGUFField(_ARRAYS[ARRAY], elements)

@@ -19,69 +19,51 @@ import json
 import math
 import os
 import re
-import secrets
-import shutil
-import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Union, get_args, get_origin
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from lowbit.formats import QuantizedArray
 
+from ._atomic import written_aside
+from ._checks import are_counts, checked_json
+
 VERSION = 1
 
-_DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(dtype)
-    for name, dtype in {
-        "BOOL": np.bool_,
-        "U8": np.uint8,
-        "I8": np.int8,
-        "U16": np.uint16,
-        "I16": np.int16,
-        "U32": np.uint32,
-        "I32": np.int32,
-        "U64": np.uint64,
-        "I64": np.int64,
-        "F16": np.float16,
-        "F32": np.float32,
-        "F64": np.float64,
-        "C64": np.complex64,
-        "BF16": ml_dtypes.bfloat16,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
-        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-    }.items()
-}
+# fmt: off
+_DTYPES: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+    "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+}.items()}
+# fmt: on
 _TYPES: dict[Any, str] = {dtype: name for name, dtype in _DTYPES.items()}
+# Numbers are stored as Python writes them, which loses nothing and has words for infinity and NaN.
+_NUMBERS: dict[str, Any] = {"bool": lambda text: text == "True", "int": int, "float": float, "complex": complex}
 
 _START = re.compile(rb'\{"__metadata__":\{"lowbit\.version":"(\d{1,9})"')
 _TEXTS = ("lowbit.version", "lowbit.tree", "lowbit.crc32", "lowbit.metadata")
-_SHA256 = "lowbit.sha256"
-_DIGEST = 32
-# JAX takes host memory that lies so as it is, without a copy.
-_ALIGNMENT = 64
+_SHA256, _DIGEST = "lowbit.sha256", 32
+_ALIGNMENT = 64  # where JAX takes memory of the host as it is, without a copy
 
 _MOST_HEADER = 100_000_000  # as in the safetensors package
-# Keys, numbers and containers of a header; as Python objects this many take less than half a gigabyte.
-_MOST_VALUES = 1 << 22
 _MOST_AXES = 64  # numpy's
 _DEEPEST = 64  # containers in containers
-# How an array's products run is its own, and no matter of its format.
-_NOT_FORMAT = ("use_kernel", "compute")
+_WIDEST = 1 << 20  # span, where the array is smaller than that
 
 Key = str | int
 
 
-def save(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, Any] | None = None) -> None:
+def save(path: str | os.PathLike[str], tree: Any, *, metadata: dict[str, Any] | None = None) -> None:
     """Write a tree of arrays to a file, to the bit.
 
     - Leaves: quantized arrays; jax and numpy arrays of the dtypes that safetensors has; Python's numbers and strings;
@@ -102,52 +84,42 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, Any]
     (64, 16)
     """
     target = Path(os.path.realpath(path))
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict):
-        raise TypeError(f"metadata must be a dict, not {_short(metadata)}.")
-    try:
-        told = _json(metadata)
-        same = json.loads(told) == metadata
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"metadata must be what JSON holds: {error}.") from None
-    if not same:
-        raise TypeError(
-            "metadata would not come back from JSON as it is: it must be of dicts with strings for keys, lists, strings, "
-            "numbers, True, False and None. Write tuples as lists."
-        )
     outline = _Outline(target)
-    node = _json(outline.node(tree, ()))
+    texts = [str(VERSION), _json(outline.node(tree, ())), "", _told({} if metadata is None else metadata)]
     # Those of whole cache lines first, then by the size of their elements, so that each lies on a multiple of it.
-    order = sorted(outline.tensors, key=lambda name: _order(outline.tensors[name]))
-    tensors = {name: outline.tensors[name] for name in order}
+    tensors = dict(sorted(outline.tensors.items(), key=lambda t: (_size(t[1]) % _ALIGNMENT > 0, -t[1].dtype.itemsize)))
 
     def header(crc32: dict[str, str]) -> bytes:
-        return _header(dict(zip(_TEXTS, (str(VERSION), node, _json(crc32), told), strict=True)), tensors)
+        texts[2] = _json(crc32)
+        return _header(dict(zip(_TEXTS, texts, strict=True)), tensors)
 
     start = header(dict.fromkeys(tensors, "0" * 8))
     # What could not be read is not written.
-    _ = _Contents(target, start, len(start) + sum(map(_size, tensors.values())) + _DIGEST).tree
-    with _replacing(target) as file:
-        file.write(bytes(len(start)))
-        crc32 = {}
-        for name, array in tensors.items():
-            data = _bytes(array)
-            crc32[name] = f"{zlib.crc32(data):08x}"
-            file.write(data)
-        start = header(crc32)
-        file.write(hashlib.sha256(start).digest())
-        file.seek(0)
-        file.write(start)
+    _Contents(target, start, len(start) + sum(map(_size, tensors.values())) + _DIGEST).read()
+    _check_target(target)
+    try:
+        with written_aside(target) as aside, open(aside, "xb") as file:
+            file.write(bytes(len(start)))
+            crc32 = {}
+            for name, array in tensors.items():
+                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                crc32[name] = f"{zlib.crc32(data):08x}"
+                file.write(data)
+            start = header(crc32)
+            file.write(hashlib.sha256(start).digest())
+            file.seek(0)
+            file.write(start)
+    except OSError as error:
+        raise OSError(error.errno, f"Cannot save to {target}: {error.strerror or error}") from error
 
 
 def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     """The tree of a file that `save` wrote: quantized arrays as they were stored, not a bit changed.
 
-    - `like`: a tree of the same keys, for containers other than dicts, lists and tuples, whose containers are taken.
+    - `like`: a tree with the same keys, for containers other than dicts, lists and tuples. Its containers are taken.
       Its leaves, arrays or `jax.ShapeDtypeStruct`s, must agree with the file in shape and dtype, and where they are
-      quantized also in format. Where one says how it is sharded, the array is put there; a numpy array gives one.
-    - Arrays come as jax arrays; as numpy arrays where JAX could not hold them as they are (64 bits without
-      `jax_enable_x64`).
+      quantized also in format. A `NamedSharding` of theirs is obeyed, and a numpy array asks for one.
+    - Arrays come as jax arrays, or as numpy arrays where JAX would cut them to 32 bits (without `jax_enable_x64`).
 
     On a CPU the arrays read from the file itself, mapped into memory. Replace such a file, as `save` does, rather than
     write into it.
@@ -162,51 +134,50 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     ('Array8B', 1.5)
     """
     file = LowbitFile(path)
-    arrays: dict[Any, Any] = {}
+    made: dict[Any, Any] = {}  # so that what was one array is one again
 
-    def array(node: Any, place: Any = None) -> Any:
-        """The array of a node, the same one for the same node."""
-        if isinstance(node, QuantizedArray):
-            places = place if isinstance(place, QuantizedArray) else node.map_parts(lambda *_: None)
-            parts = {name: array(part, getattr(places, name)) for name, part in node.parts().items()}
-            key = (id(node), *map(id, parts.values()))
-            return arrays.setdefault(key, node.replace(**parts))
-        if not isinstance(node, _Tensor):
+    def array(node: Any, like: Any = None) -> Any:
+        if not isinstance(node, _Tensor | QuantizedArray):
             return node
-        as_numpy, sharding = isinstance(place, np.ndarray | np.generic), _sharding(place)
-        if (key := (node, as_numpy, sharding)) not in arrays:
-            view = file._view(node)
-            arrays[key] = view if as_numpy else _on_device(view, sharding)
-        return arrays[key]
-
-    def filled(node: Any, like: Any, path: tuple[Key, ...]) -> Any:
-        inside, opened = _children(node), _opened(like)
-        if inside is None or opened is None:
-            if inside is not None or opened is not None or not _agree(node, like):
-                raise ValueError(
-                    f"{file.path}: {_name(path)} is {_described(node)} in the file and {_described(like)} in `like`."
-                )
-            return array(node, like)
-        found, rebuilt = opened
-        keys = {key for key, _ in found}
-        for key in (*(k for k in inside if k not in keys), *(k for k in keys if k not in inside)):
-            there, missing = ("the file", "`like`") if key in inside else ("`like`", "the file")
-            raise ValueError(f"{file.path}: {_name((*path, key))} is in {there} and not in {missing}.")
-        return rebuilt([filled(inside[key], child, (*path, key)) for key, child in found])
+        sharding = getattr(like, "sharding", None)
+        sharding = sharding if isinstance(sharding, NamedSharding) else None
+        as_numpy = isinstance(like, np.ndarray | np.generic)
+        if (key := (id(node), sharding, as_numpy)) not in made:
+            if isinstance(node, _Tensor):
+                made[key] = file._view(node) if as_numpy else _on_device(file._view(node), sharding)
+            elif sharding is None:
+                made[key] = jax.tree.map(array, node)
+            else:
+                made[key] = jax.tree.map(file._view, node).with_sharding(sharding)
+        return made[key]
 
     def plain(node: Any, path: tuple[Key, ...]) -> Any:
-        inside = _children(node)
-        if inside is None:
+        if not isinstance(node, _Container):
             return array(node)
-        if isinstance(node, _Other):
+        if node.kind not in _OWN:
             raise ValueError(
-                f"{file.path}: {_name(path)} is a {node.name}, which is no dict, list or tuple. "
-                "Pass a tree of the same structure as `like`, for instance jax.eval_shape of what makes it."
+                f"{file.path}: {_name(path)} is of the class {node.kind}, and no dict, list or tuple: "
+                "pass a tree of the same structure as `like`, for instance jax.eval_shape of what makes it."
             )
-        children = {key: plain(child, (*path, key)) for key, child in inside.items()}
-        return children if isinstance(node, dict) else type(node)(children.values())
+        children = {key: plain(child, (*path, key)) for key, child in node.children.items()}
+        return children if node.kind == "dict" else _OWN[node.kind](children.values())
 
-    return plain(file._contents.tree, ()) if like is None else filled(file._contents.tree, like, ())
+    def filled(node: Any, like: Any, path: tuple[Key, ...]) -> Any:
+        opened = _opened(like)
+        if opened is None or not isinstance(node, _Container):
+            if opened or isinstance(node, _Container) or not _agree(node, like):
+                here, there = _described(node), _described(like)
+                raise ValueError(f"{file.path}: {_name(path)} is {here} in the file and {there} in `like`.")
+            return array(node, like)
+        found, rebuilt = opened
+        keys = [key for key, _ in found]
+        for key in {**node.children, **dict.fromkeys(keys)}:
+            if key not in keys or key not in node.children:
+                where = "`like` and not in the file" if key in keys else "the file and not in `like`"
+                raise ValueError(f"{file.path}: {_name((*path, key))} is in {where}.")
+        return rebuilt([filled(node.children[key], child, (*path, key)) for key, child in found])
+
+    return plain(file._tree, ()) if like is None else filled(file._tree, like, ())
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -219,7 +190,13 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     ...     load_metadata(f"{folder}/model.safetensors")
     {'step': 100}
     """
-    return _opened_file(Path(path))[1].metadata
+    return _mapped(Path(path))[1].metadata
+
+
+def is_lowbit_file(path: str | os.PathLike[str]) -> bool:
+    """Whether `save` wrote a file, by its first bytes."""
+    with open(path, "rb") as file:
+        return _START.match(file.read(64), 8) is not None
 
 
 class LowbitFile:
@@ -240,9 +217,10 @@ class LowbitFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._data, self._contents = _opened_file(self.path)
-        self.metadata, self._arrays = self._contents.metadata, self._contents.arrays
-        self._checked: set[str] = set()
+        self._data, contents = _mapped(self.path)
+        self.metadata = contents.metadata
+        self._tree, self._arrays = contents.read()
+        self._checked: set[_Tensor] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -264,6 +242,10 @@ class LowbitFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of an array; of a quantized one, that of what was quantized."""
         return self._array(name).shape
+
+    def nbytes(self, name: str) -> int:
+        """How many bytes an array takes as it is stored."""
+        return sum(map(_size, jax.tree.leaves(self._array(name))))
 
     def type(self, name: str) -> str:
         """The format of a quantized array, such as `"nf4"`; the type of any other, such as `"BF16"`."""
@@ -290,16 +272,26 @@ class LowbitFile:
 
     def _view(self, tensor: "_Tensor") -> np.ndarray:
         data = self._data[tensor.start : tensor.stop]
-        if tensor.name not in self._checked:
-            if f"{zlib.crc32(data):08x}" != tensor.crc32:
-                raise ValueError(f"{self.path}: tensor {_short(tensor.name)} is not what was saved: it is damaged.")
+        if tensor not in self._checked:
+            if f"{zlib.crc32(data.data):08x}" != tensor.crc32:
+                raise ValueError(f"{self.path}: tensor {_short(tensor.name)} is damaged: its checksum is another.")
             if tensor.dtype == np.bool_ and (data > 1).any():
                 raise ValueError(f"{self.path}: tensor {_short(tensor.name)} has bytes that are neither 0 nor 1.")
-            self._checked.add(tensor.name)
+            self._checked.add(tensor)
         return data.view(tensor.dtype).reshape(tensor.shape)
 
 
-# --- trees: what is in a container, and what a leaf of it is
+# --- trees
+
+_OWN: dict[str, Any] = {"dict": dict, "list": list, "tuple": tuple}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Container:
+    """A container of a file: `kind` is a dict, list, tuple, or the name of another class."""
+
+    kind: str
+    children: dict[Key, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -314,19 +306,11 @@ class _Tensor:
     crc32: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Other:
-    """A container of a class that a file cannot make."""
-
-    name: str
-    children: dict[Key, Any]
-
-
 def _opened(tree: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]] | None:
     """The keys and children of a container, and what makes one like it of other children; None for a leaf."""
     if tree is None or isinstance(tree, QuantizedArray):
         return None
-    if type(tree) is dict:  # in their order, of which JAX makes another
+    if type(tree) is dict:  # in its own order, which JAX would change
         return list(tree.items()), lambda children: dict(zip(tree, children, strict=True))
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if len(found) == 1 and not found[0][0]:
@@ -338,20 +322,13 @@ def _key(entry: Any) -> Any:
     return next((getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)), str(entry))
 
 
-def _children(node: Any) -> dict[Key, Any] | None:
-    """The same for what `_Contents` made of a file."""
-    if isinstance(node, list | tuple):
-        return dict(enumerate(node))
-    return node.children if isinstance(node, _Other) else node if isinstance(node, dict) else None
-
-
 def _agree(node: Any, like: Any) -> bool:
     """Whether a leaf of a file is what a leaf of `like` says."""
-    typed = hasattr(like, "shape") and hasattr(like, "dtype")
-    if not isinstance(node, _Tensor | QuantizedArray):
-        number = isinstance(node, bool | int | float | complex)
-        return like.shape == () and like.dtype == jnp.result_type(node) if typed and number else type(like) is type(node)
-    if not typed or tuple(like.shape) != node.shape or like.dtype != node.dtype:
+    if not hasattr(like, "dtype"):
+        return type(node) is type(like)
+    if type(node) in (bool, int, float, complex):
+        return like.shape == () and like.dtype == jnp.result_type(node)
+    if not hasattr(node, "dtype") or tuple(like.shape) != node.shape or like.dtype != node.dtype:
         return False
     return not isinstance(like, QuantizedArray) or _format(like) == _format(node)
 
@@ -359,21 +336,16 @@ def _agree(node: Any, like: Any) -> bool:
 def _format(array: Any) -> Any:
     if not isinstance(array, QuantizedArray):
         return None
-    static = {name: value for name in array._fields()[1] if (value := getattr(array, name)) and name not in _NOT_FORMAT}
+    # How its products run is no matter of the format.
+    static = [getattr(array, name) for name in array._fields()[1] if name not in ("use_kernel", "compute")]
     return type(array), static, {name: (tuple(part.shape), part.dtype) for name, part in array.parts().items()}
 
 
 def _described(x: Any) -> str:
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        return f"a {x.name if isinstance(x, _Other) else type(x).__name__}"
-    kind = type(x).__name__ if isinstance(x, QuantizedArray) else "array"
+    if not hasattr(x, "dtype"):
+        return f"a {x.kind if isinstance(x, _Container) else type(x).__name__}"
     layout = f", spans {x.spans}{', transposed' * x.transposed}" if isinstance(x, QuantizedArray) else ""
-    return f"an {kind} of shape {tuple(x.shape)} and dtype {x.dtype}{layout}"
-
-
-def _sharding(place: Any) -> Any:
-    committed = isinstance(place, jax.ShapeDtypeStruct) or (isinstance(place, jax.Array) and place.committed)
-    return getattr(place, "sharding", None) if committed else None
+    return f"{type(x).__name__ if layout else 'an array'} of shape {tuple(x.shape)} and dtype {x.dtype}{layout}"
 
 
 def _on_device(view: np.ndarray, sharding: Any = None) -> Any:
@@ -382,43 +354,23 @@ def _on_device(view: np.ndarray, sharding: Any = None) -> Any:
     return jax.device_put(view, sharding)
 
 
-def _name(path: tuple[Key, ...]) -> str:
+def _unique(path: tuple[Key, ...], taken: dict[str, int]) -> str:
+    """A path as a name of its own: the second `a/b` is `a/b~2`."""
+    name = found = "/".join(map(str, path))
+    while found in taken:
+        taken[name] += 1
+        found = f"{name}~{taken[name]}"
+    taken[found] = 1
+    return found
+
+
+def _name(path: tuple[Any, ...]) -> str:
     return _short("/".join(map(str, path))) if path else "the tree"
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-class _Names:
-    """Names that are all different: the second `a` is `a~2`."""
-
-    def __init__(self, *taken: str):
-        self.taken = set(taken)
-        self.count: dict[str, int] = {}
-
-    def unique(self, path: tuple[Key, ...]) -> str:
-        found = name = "/".join(map(str, path))
-        while found in self.taken:
-            self.count[name] = self.count.get(name, 1) + 1
-            found = f"{name}~{self.count[name]}"
-        self.taken.add(found)
-        return found
-
-
-def _class_named(name: Any) -> type[QuantizedArray]:
-    found: dict[str, type[QuantizedArray]] = {}
-    waiting: list[type[QuantizedArray]] = [QuantizedArray]
-    while waiting:
-        cls = waiting.pop(0)
-        if cls.__name__ == name and cls is not QuantizedArray:
-            found[f"{cls.__module__}.{cls.__qualname__}"] = cls  # of one that was defined again, the last
-        waiting += cls.__subclasses__()
-    if len(found) != 1:
-        known = f"there are {' and '.join(found)}" if found else "import the module that defines it"
-        raise ValueError(f"is of the class {_short(name)}: {known}")
-    return next(iter(found.values()))
 
 
 # --- writing
@@ -429,95 +381,83 @@ class _Outline:
 
     def __init__(self, target: Path):
         self.target = target
-        self.names = _Names("__metadata__", _SHA256)
         self.tensors: dict[str, Any] = {}
+        self.names = {"__metadata__": 1, _SHA256: 1}
         self.tied: dict[int, str] = {}
 
     def node(self, tree: Any, path: tuple[Any, ...]) -> Any:
-        if len(path) > _DEEPEST:
-            raise ValueError(f"Cannot save to {self.target}: the tree is more than {_DEEPEST} containers deep.")
-        if isinstance(tree, QuantizedArray):
-            return self.quantized(tree.resolved(), path)
+        kind = type(tree).__name__
         if isinstance(tree, jax.Array | np.ndarray | np.generic):
             return {"array": self.tensor(tree, path)}
-        if (opened := _opened(tree)) is None:
-            return self.value(tree, path)
-        for key, _ in opened[0]:
-            if type(key) not in (str, int):
-                raise self.bad(path, f"has the key {_short(key)}", "keys are strings or integers")
-        children = [[key, self.node(child, (*path, key))] for key, child in opened[0]]
-        if type(tree) is dict:
-            return {"dict": children}
-        if type(tree) in (list, tuple):
-            return {type(tree).__name__: [child for _, child in children]}
-        return {"other": type(tree).__name__, "children": children}
+        if isinstance(tree, QuantizedArray):
+            array = tree.resolved()
+            fields, names = array._fields()
+            static = {name: self.static(getattr(array, name), (*path, name)) for name in names}
+            return {"quantized": kind, "static": static, "parts": {n: self.part(array, n, path) for n in fields}}
+        if (opened := _opened(tree)) is not None:
+            if len(path) >= _DEEPEST:
+                raise self.bad(path, "is too deep", f"at most {_DEEPEST} containers lie in each other", ValueError)
+            if wrong := [key for key, _ in opened[0] if type(key) not in (str, int)]:
+                raise self.bad(path, f"has the key {_short(wrong[0])}", "keys are strings or integers")
+            kind = kind if type(tree) is _OWN.get(kind) else f"{type(tree).__module__}.{kind}"
+            return [kind, [[key, self.node(child, (*path, key))] for key, child in opened[0]]]
+        if type(tree) not in (str, bool, int, float, complex, type(None)):
+            raise self.bad(path, f"is a {kind}", "leaves are arrays, numbers, strings and None")
+        return None if tree is None else {kind: tree if kind == "str" else repr(tree)}
 
-    def value(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if type(value) not in (bool, int, float, complex, str, type(None)):
-            raise self.bad(path, f"is a {type(value).__name__}", "leaves are arrays, numbers, strings and None")
-        numbers = {"float": _float, "complex": lambda z: [_float(z.real), _float(z.imag)]}
-        kind = type(value).__name__
-        return None if value is None else {kind: numbers.get(kind, lambda plain: plain)(value)}
+    def static(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, tuple):
+            return [self.static(item, path) for item in value]
+        if isinstance(value, np.dtype):
+            return {"dtype": _TYPES.get(value, value.name)}
+        value = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(value, bool | int | float | str | None):
+            raise self.bad(path, f"is a {type(value).__name__}", "static fields are of numbers, strings and dtypes")
+        return value
 
-    def quantized(self, array: QuantizedArray, path: tuple[Any, ...]) -> Any:
-        fields, static = array._fields()
-        try:
-            values = {name: _static(getattr(array, name)) for name in static}
-        except TypeError as error:
-            raise self.bad(path, f"is an {type(array).__name__} with {error}", "its static fields are numbers") from None
-        parts = {name: getattr(array, name) for name in fields}
-        stored = {name: None if part is None else self.tensor(part, (*path, name)) for name, part in parts.items()}
-        return {"quantized": type(array).__name__, "static": values, "parts": stored}
+    def part(self, array: QuantizedArray, name: str, path: tuple[Any, ...]) -> str | None:
+        part = getattr(array, name)
+        return None if part is None else self.tensor(part, (*path, name))
 
     def tensor(self, array: Any, path: tuple[Any, ...]) -> str:
-        if (tied := self.tied.get(id(array))) is not None:
-            return tied
+        if (key := id(array)) in self.tied:
+            return self.tied[key]
         dtype = getattr(array, "dtype", None)
         if isinstance(array, Tracer):
             raise self.bad(path, "is traced", "call save outside of jit")
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            raise self.bad(path, "lies on devices of other processes", "gather it first")
-        if _native(dtype) not in _TYPES:
-            known = ", ".join(map(str, _DTYPES.values()))
-            raise self.bad(path, f"is a {type(array).__name__} of dtype {dtype}", f"safetensors has {known}")
-        self.tied[id(array)] = name = self.names.unique(path)
-        self.tensors[name] = array  # which also keeps its id
+            raise self.bad(path, "lies on devices of other processes too", "gather it first", ValueError)
+        if isinstance(dtype, np.dtype) and not dtype.isnative:
+            array = array.astype(dtype := dtype.newbyteorder("="))
+        if dtype not in _TYPES:
+            raise self.bad(path, f"is a {type(array).__name__} of dtype {dtype}", f"files have {', '.join(_DTYPES)}")
+        self.tied[key] = name = _unique(path, self.names)
+        self.tensors[name] = array
         return name
 
-    def bad(self, path: tuple[Any, ...], problem: str, instead: str) -> TypeError:
-        return TypeError(f"Cannot save to {self.target}: {_name(path)} {problem}; {instead}.")
-
-
-def _float(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
-def _static(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, np.dtype):
-        return {"dtype": _TYPES.get(value, str(value))}
-    if isinstance(value, tuple):
-        return [_static(item) for item in value]
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(f"a static {type(value).__name__}")
-    return value
+    def bad(self, path: tuple[Any, ...], problem: str, but: str, error: type[Exception] = TypeError) -> Exception:
+        return error(f"Cannot save to {self.target}: {_name(path)} {problem}; {but}.")
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _native(dtype: Any) -> Any:
-    return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
+def _told(metadata: Any) -> str:
+    try:
+        told = _json(metadata)
+        if isinstance(metadata, dict) and json.loads(told) == metadata:
+            return told
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        "metadata must come back from JSON as it is: a dict with strings for keys, and in it such dicts, lists (not "
+        f"tuples), strings, finite numbers, True, False and None. It is {_short(metadata)}."
+    )
 
 
 def _size(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
-
-
-def _order(array: Any) -> tuple[bool, int]:
-    return _size(array) % _ALIGNMENT != 0, -array.dtype.itemsize
 
 
 def _header(texts: dict[str, str], tensors: dict[str, Any]) -> bytes:
@@ -525,58 +465,30 @@ def _header(texts: dict[str, str], tensors: dict[str, Any]) -> bytes:
     end = 0
     for name, array in {**tensors, _SHA256: np.zeros(_DIGEST, np.uint8)}.items():
         start, end = end, end + _size(array)
-        kind = _TYPES[_native(array.dtype)]
-        entries[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": _TYPES[array.dtype], "shape": list(array.shape), "data_offsets": [start, end]}
     text = _json(entries).encode("ascii")
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(array: Any) -> np.ndarray:
-    host = np.asarray(array)
-    return np.ascontiguousarray(host, host.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-
-
-@contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `target` when all of it is on the disk, and else was never there."""
+def _check_target(target: Path) -> None:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"Cannot save to {target}: there is no directory {target.parent}.")
     if target.exists() and not target.is_file():
         raise IsADirectoryError(f"Cannot save to {target}: it is a directory or a device, not a file.")
-    aside = target.with_name(f".lowbit-{secrets.token_hex(8)}")
-    try:
-        with open(aside, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            shutil.copymode(target, aside)
-        os.replace(aside, target)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, f"Cannot save to {target}: {error.strerror or error}") from error
-        raise
-    # The file is whole in either case; where a directory cannot be synced, only when its name will last is not known.
-    with contextlib.suppress(OSError):
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 # --- reading
 
 
-def _opened_file(path: Path) -> tuple[np.ndarray, "_Contents"]:
+def _mapped(path: Path) -> tuple[np.ndarray, "_Contents"]:
+    """The bytes of a file, and what its header says."""
     size = path.stat().st_size
     if size < 8:
         raise ValueError(f"{path} is no safetensors file: it has {size} bytes.")
     data = np.asarray(np.memmap(path, np.uint8, mode="r"))
     end = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    if end > size or end > 8 + _MOST_HEADER:
+    if end > min(size, 8 + _MOST_HEADER):
         raise ValueError(
             f"{path} is no safetensors file, or is cut off: its header would end at byte {end}, and the file at {size}."
         )
@@ -584,11 +496,11 @@ def _opened_file(path: Path) -> tuple[np.ndarray, "_Contents"]:
     if (start := _START.match(header, 8)) is None:
         raise ValueError(
             f"{path} is not a lowbit file: it has none of the metadata that lowbit.save writes. "
-            "If it is a model of another library's, `lowbit convert` makes a lowbit file of it."
+            "If it is a model of another library, `lowbit convert` makes a lowbit file of it."
         )
     if (version := int(start[1])) != VERSION:
         raise ValueError(
-            f"{path} is a lowbit file of version {version}, and this lowbit reads version {VERSION}. Install a newer one."
+            f"{path} is a lowbit file of version {version}, and this lowbit reads version {VERSION}: install a newer."
         )
     if size < end + _DIGEST or hashlib.sha256(header).digest() != data[-_DIGEST:].tobytes():
         raise ValueError(f"{path} is damaged or cut off: its header does not match its checksum.")
@@ -599,92 +511,184 @@ class _Contents:
     """What a header says, each word of it held against the others and against the size of the file."""
 
     def __init__(self, path: Path, header: bytes, size: int):
-        self.path = path
-        self.names_left = 4 * len(header)
+        self.path, self.size = path, size
         if len(header) > 8 + _MOST_HEADER:
-            raise self.bad("the header", f"has {len(header)} bytes, more than {_MOST_HEADER}")
-        entries = self.parsed("the header", header[8:])
+            raise self.bad("its header", f"has {len(header)} bytes, more than {_MOST_HEADER}")
+        entries = self.parsed("its header", header[8:])
         texts = entries.pop("__metadata__", None)
         if not isinstance(texts, dict) or tuple(texts) != _TEXTS or not all(isinstance(t, str) for t in texts.values()):
-            raise self.bad("its metadata", f"must be {', '.join(_TEXTS)}, all of them texts")
-        self.metadata: dict[str, Any] = self.parsed("lowbit.metadata", texts["lowbit.metadata"])
-        self.outline = self.parsed("lowbit.tree", '{"tree":' + texts["lowbit.tree"] + "}")
-        self.tensors = self.placed(entries, self.parsed("lowbit.crc32", texts["lowbit.crc32"]), len(header), size)
+            raise self.bad("its metadata", f"must be the texts {', '.join(_TEXTS)}")
+        self.metadata = self.parsed("lowbit.metadata", texts["lowbit.metadata"])
+        self.tensors = self.placed(entries, self.parsed("lowbit.crc32", texts["lowbit.crc32"]), len(header))
+        self.outline = self.parsed("lowbit.tree", f'{{"tree":{texts["lowbit.tree"]}}}')
+        self.unused = set(self.tensors)
+        self.arrays: dict[str, Any] = {}
+        self.names: dict[str, int] = {}
+        # Tensors are named by their paths, so names that are much longer in all are there to fill the memory.
+        self.names_left = 4 * len(header)
+        self.quantized: dict[Any, QuantizedArray] = {}
 
     def bad(self, where: str, problem: str) -> ValueError:
         return ValueError(f"{self.path}: {where} {problem}.")
 
     def parsed(self, where: str, text: str | bytes) -> dict[str, Any]:
-        """A JSON object. No key may be there twice, and it may not have more values than memory is meant for them."""
+        text = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        return checked_json(text, self.size, lambda problem: self.bad(where, problem))
 
-        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found = dict(pairs)
-            if len(found) != len(pairs):
-                twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-                raise ValueError(f"has {_short(twice)} twice")
-            return found
-
-        def constant(name: str) -> Any:
-            raise ValueError(f"has {name}, which JSON has not")
-
-        try:
-            text = text.decode("ascii") if isinstance(text, bytes) else text
-            if sum(map(text.count, ",[{")) > _MOST_VALUES:
-                raise ValueError(f"has more than {_MOST_VALUES} values")
-            found = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
-        except UnicodeDecodeError:
-            raise self.bad(where, "is not in ASCII") from None
-        except json.JSONDecodeError as error:
-            raise self.bad(where, f"is no JSON ({error})") from None
-        except ValueError as error:
-            raise self.bad(where, str(error)) from None
-        except RecursionError:
-            raise self.bad(where, "is nested too deep") from None
-        if not isinstance(found, dict):
-            raise self.bad(where, "is no JSON object")
-        return found
-
-    def placed(self, entries: dict[str, Any], crc32: dict[str, Any], start: int, size: int) -> dict[str, _Tensor]:
+    def placed(self, entries: dict[str, Any], crc32: dict[str, Any], start: int) -> dict[str, _Tensor]:
         """The tensors where they lie: one after the other, from the end of the header to the end of the file."""
-        if list(crc32) != list(entries)[:-1] or list(entries)[-1] != _SHA256:
-            missing = ", ".join(_short(name) for name in {*entries, _SHA256} ^ {*crc32, _SHA256})
-            raise self.bad("lowbit.crc32", f"and the tensors are not the same, in the same order: {missing or 'order'}")
+        if [*crc32, _SHA256] != [*entries]:
+            odd = _short(sorted({*crc32, _SHA256} ^ {*entries}))
+            raise self.bad("lowbit.crc32", f"does not have the tensors of the file in their order: {odd}")
         tensors: dict[str, _Tensor] = {}
-        at = start
+        end = start
         for name, entry in entries.items():
-            where = f"tensor {_short(name)}"
-            if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-                raise self.bad(where, "must have dtype, shape and data_offsets")
-            dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+            where, code = f"tensor {_short(name)}", crc32.get(name, "0" * 8)
+            match entry:
+                case {"dtype": str(kind), "shape": list(shape), "data_offsets": list(offsets), **rest} if not rest:
+                    dtype: np.dtype | None = _DTYPES.get(kind)
+                case _:
+                    raise self.bad(where, f"is {_short(entry)}, and not a dtype, a shape and data_offsets")
             if dtype is None:
-                raise self.bad(where, f"has the dtype {_short(entry['dtype'])}, which is none of {', '.join(_DTYPES)}")
-            shape, offsets = entry["shape"], entry["data_offsets"]
-            if not _naturals(shape) or len(shape) > _MOST_AXES or math.prod(n or 1 for n in shape) >= 1 << 59:
+                raise self.bad(where, f"has the dtype {_short(kind)}, which is none of {', '.join(_DTYPES)}")
+            # Also of an empty tensor the other axes must be such that numpy and XLA can count its bytes.
+            if not are_counts(shape, _MOST_AXES) or math.prod(n or 1 for n in shape) > max(self.size, 1 << 40):
                 raise self.bad(where, f"has the shape {_short(shape)}")
-            stop = at + math.prod(shape) * dtype.itemsize
-            if not _naturals(offsets) or offsets != [at - start, stop - start]:
-                raise self.bad(where, f"lies at {_short(offsets)} and should at {[at - start, stop - start]}")
-            code = crc32.get(name, "")
-            if name != _SHA256 and (not isinstance(code, str) or not re.fullmatch("[0-9a-f]{8}", code)):
-                raise self.bad(where, f"has the checksum {_short(code)}, not eight hexadecimal digits")
-            tensors[name] = _Tensor(name, dtype, tuple(shape), at, stop, code)
-            at = stop
-        if at != size:
-            raise self.bad("its last tensor", f"ends at byte {at}, and the file has {size}")
+            first, end = end, end + math.prod(shape) * dtype.itemsize
+            if offsets != [first - start, end - start] or not are_counts(offsets, 2):
+                raise self.bad(where, f"of shape {_short(shape)} lies at {_short(offsets)}")
+            if not isinstance(code, str) or not re.fullmatch("[0-9a-f]{8}", code):
+                raise self.bad(where, f"has the checksum {_short(code)}, which is not eight hexadecimal digits")
+            tensors[name] = _Tensor(name, dtype, tuple(shape), first, end, code)
+        if end != self.size:
+            raise self.bad("its last tensor", f"ends at byte {end}, and the file has {self.size}")
         del tensors[_SHA256]
         return tensors
 
-    # --- the tree
-
-    @functools.cached_property
-    def tree(self) -> Any:
-        """Dicts, lists, tuples and others of numbers, tensors, and quantized arrays with tensors for their parts."""
-        self.arrays: dict[str, Any] = {}
-        self.names, self.unused, self.same = _Names(), set(self.tensors), {}
+    def read(self) -> tuple[Any, dict[str, Any]]:
+        """The tree, with tensors in the place of arrays and of parts, and its arrays by name."""
         try:
             tree = self.node(self.outline["tree"], ())
         except RecursionError:
             raise self.bad("lowbit.tree", "is nested too deep") from None
         if self.unused:
             raise self.bad(f"tensor {_short(min(self.unused))}", "belongs to no array")
-        return tree
+        return tree, self.arrays
+
+    def node(self, given: Any, path: tuple[Key, ...]) -> Any:
+        match given:
+            case None:
+                return None
+            case {"array": str(name), **rest} if not rest:
+                return self.named(self.tensor(name, path), path)
+            case {"quantized": str(name), "static": dict(static), "parts": dict(parts), **rest} if not rest:
+                return self.named(self.array(self.known(name, path), static, parts, path), path)
+            case [str(kind), list(pairs)] if len(path) < _DEEPEST:
+                return _Container(kind, self.children(kind, pairs, path))
+            case {"str": str(value), **rest} if not rest:
+                return value
+            case dict() if len(given) == 1 and (kind := next(iter(given))) in _NUMBERS:
+                with contextlib.suppress(TypeError, ValueError):
+                    if repr(value := _NUMBERS[kind](given[kind])) == given[kind]:
+                        return value
+        raise self.bad(_name(path), f"is {_short(given)}, which is no array, number or container")
+
+    def children(self, kind: str, pairs: list[Any], path: tuple[Key, ...]) -> dict[Key, Any]:
+        children: dict[Key, Any] = {}
+        for i, pair in enumerate(pairs):
+            match pair:
+                case [str(key) | int(key), child] if type(key) is not bool and key not in children:
+                    if kind in ("list", "tuple") and key != i:
+                        raise self.bad(_name((*path, key)), f"is number {i} of a {kind}")
+                    if isinstance(key, str) and re.search("[\ud800-\udfff]", key):
+                        raise self.bad(_name((*path, key)), "has half a character in its key")
+                    children[key] = self.node(child, (*path, key))
+                case _:
+                    raise self.bad(_name(path), f"has the child {_short(pair)}, which has no key of its own")
+        return children
+
+    def named(self, array: Any, path: tuple[Key, ...]) -> Any:
+        name = _unique(path, self.names)
+        self.names_left -= len(name)
+        if self.names_left < 0:
+            raise self.bad(_name(path), "and those before it have longer names than the header")
+        self.arrays[name] = array
+        return array
+
+    def tensor(self, name: Any, path: tuple[Key, ...]) -> _Tensor:
+        if not isinstance(name, str) or name not in self.tensors:
+            raise self.bad(_name(path), f"needs tensor {_short(name)}, which is missing")
+        self.unused.discard(name)
+        return self.tensors[name]
+
+    def known(self, name: str, path: tuple[Key, ...]) -> type[QuantizedArray]:
+        found: dict[str, type[QuantizedArray]] = {}
+        waiting = QuantizedArray.__subclasses__()
+        for cls in waiting:
+            waiting += cls.__subclasses__()
+            if cls.__name__ == name:  # of those that were defined again, as in a notebook, the last
+                found[f"{cls.__module__}.{cls.__qualname__}"] = cls
+        if len(found) != 1:
+            which = f"there are {' and '.join(found)}" if found else "import the module that defines it"
+            raise self.bad(_name(path), f"is of the class {_short(name)}: {which}")
+        return next(iter(found.values()))
+
+    def array(
+        self, cls: type[QuantizedArray], static: dict[str, Any], parts: dict[str, Any], path: tuple[Key, ...]
+    ) -> QuantizedArray:
+        fields, names = cls._fields()
+        if {*static} != {*names} or {*parts} != {*fields}:
+            odd = _short(sorted({*static, *parts} ^ {*names, *fields}))
+            raise self.bad(_name(path), f"and the class {cls.__name__} do not have the same fields: {odd}")
+        values = tuple(self.static(static[name], path) for name in names)
+        tensors = [None if parts[name] is None else self.tensor(parts[name], path) for name in fields]
+        if (key := (cls, values, *tensors)) not in self.quantized:
+            self.quantized[key] = cls._unflatten(values, tensors)
+            self.check(self.quantized[key], _name(path))
+        return self.quantized[key]
+
+    def static(self, given: Any, path: tuple[Key, ...]) -> Any:
+        match given:
+            case list():
+                return tuple(self.static(item, path) for item in given)
+            case {"dtype": str(name), **rest} if not rest and name in _DTYPES:
+                return _DTYPES[name]
+            case dict():
+                raise self.bad(_name(path), f"has {_short(given)} in a static field, which is no dtype of safetensors")
+        return given
+
+    def check(self, array: QuantizedArray, where: str) -> None:
+        """Whether it is an array: what JAX unflattens, no class has checked."""
+        kind = type(array).__name__
+        axes = range(-len(getattr(array.codes, "shape", ())), 0)
+        spans, lengths = array.spans, array.lengths
+        flags = (array.transposed, array.use_kernel)
+        if not isinstance(array.dtype, np.dtype) or {*map(type, flags)} != {bool} or array.compute not in _COMPUTE:
+            told = (array.dtype, *flags, array.compute)
+            raise self.bad(where, f"has {_short(told)} for dtype, transposed, use_kernel and compute")
+        widest = max(_WIDEST, 8 * math.prod(getattr(array.codes, "shape", ())))
+        if not _integers(spans) or len(spans) > len(axes) or not all(0 <= span <= widest for span in spans):
+            raise self.bad(where, f"has the spans {_short(spans)} on {len(axes)} axes")
+        paired = isinstance(lengths, tuple) and all(_integers(pair) and len(pair) == 2 for pair in lengths)
+        if not paired or any(axis not in axes or n < 0 for axis, n in lengths) or len(dict(lengths)) < len(lengths):
+            raise self.bad(where, f"has the lengths {_short(lengths)} on {len(axes)} axes")
+        try:
+            shape = (array.shape, array.stored_shape)[1]
+            parts = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), array)
+            decoded = jax.eval_shape(_decoded, parts)
+        except Exception as error:  # whatever a format's own code meets with in what the file says
+            raise self.bad(where, f"is no {kind}: {error}") from error
+        if decoded.shape != shape or decoded.dtype != np.float32 or array.index is not None:
+            raise self.bad(where, f"is no {kind} of stored shape {shape}: it decodes to {decoded}")
+
+
+_COMPUTE = ("exact", "fast")
+
+
+def _integers(given: Any) -> bool:
+    return isinstance(given, tuple) and all(type(n) is int for n in given)
+
+
+@jax.jit  # traced once for all that are alike
+def _decoded(array: QuantizedArray) -> jax.Array:
+    return array.decode()

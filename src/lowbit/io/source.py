@@ -1,5 +1,7 @@
 """Named tensors in a file or a directory, whatever its kind."""
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -7,6 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowbit.formats import QuantizedArray
+
+from .gguf import GGUFFile
+from .safetensors import LowbitFile, is_lowbit_file
+from .tensors import WEIGHTS, HuggingFaceDir, SafetensorsFile, other_files
 
 
 class Tensors(Protocol):
@@ -25,6 +31,10 @@ class Tensors(Protocol):
         """The shape of a tensor, without reading it."""
         ...
 
+    def nbytes(self, name: str) -> int:
+        """How many bytes it takes as it is stored."""
+        ...
+
     def type(self, name: str) -> str:
         """What it is stored as, by the name that the file's own kind has for it."""
         ...
@@ -36,3 +46,34 @@ class Tensors(Protocol):
     def dense(self, name: str, dtype: Any = np.float32) -> np.ndarray:
         """The numbers of the tensor."""
         ...
+
+
+class LowbitDir(LowbitFile):
+    """A directory as Hugging Face has them, with its weights in a file of ours."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        folder = Path(path)
+        super().__init__(folder / WEIGHTS)
+        self.path, self.other_files = folder, other_files(folder)
+        config = folder / "config.json"
+        if config.is_file():
+            try:
+                self.metadata = {**self.metadata, "config": json.loads(config.read_bytes())}
+            except ValueError as error:
+                raise ValueError(f"{config} is no JSON: {error}.") from None
+
+
+def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Tensors:
+    """The reader for a path: a GGUF file, a file of ours, another safetensors file, or a Hugging Face directory.
+
+    The first bytes tell, not the name. `strict`: what cannot be read as it is stored is an error.
+    """
+    path = Path(path)
+    if path.is_dir():
+        ours = (path / WEIGHTS).is_file() and is_lowbit_file(path / WEIGHTS)
+        return LowbitDir(path) if ours else HuggingFaceDir(path, strict=strict)
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"GGUF":
+        return GGUFFile(path)
+    return LowbitFile(path) if is_lowbit_file(path) else SafetensorsFile(path, strict=strict)

@@ -1,0 +1,44 @@
+"""Files that are there whole or not at all."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path to write to, which takes the place of `path` when the block ends, and is gone if it fails.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a.txt"
+    >>> with written_aside(path) as aside:
+    ...     _ = aside.write_text("whole")
+    >>> path.read_text(), os.listdir(path.parent)
+    ('whole', ['a.txt'])
+    """
+    path = Path(os.path.realpath(path))  # where a link leads, so that the link stays one
+    # In the same directory, since a file is renamed in one step only where it lies.
+    aside = path.parent / f".lowbit-{secrets.token_hex(8)}.part"
+    try:
+        yield aside
+        _synced(aside, os.O_RDWR)
+        if path.exists():
+            shutil.copymode(path, aside)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    # The name too should outlive a crash. Where a directory cannot be synced, the file is whole all the same.
+    with suppress(OSError):
+        _synced(path.parent, os.O_RDONLY)
+
+
+def _synced(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

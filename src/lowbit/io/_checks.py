@@ -1,0 +1,56 @@
+"""What the readers of files check alike."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+# What a byte and a value of JSON cost at most while they are parsed, by us and by the safetensors package.
+_BYTE, _VALUE = 4, 400
+_ALWAYS = 64 << 20  # bytes that may be spent on JSON however small the files are
+
+
+def bad_tensor(path: str | os.PathLike[str], name: str, problem: str) -> ValueError:
+    return ValueError(f"{path} cannot be read: tensor {name!r} {problem}. Fetch or convert it once more.")
+
+
+def checked_json(data: bytes, size: int, bad: Callable[[str], ValueError]) -> dict[str, Any]:
+    """A JSON object whose keys are there once, from a model of `size` bytes; `bad` makes the error.
+
+    Parsed, three bytes of text can be an object of a hundred. What would take more than twice the model is refused
+    before that.
+    """
+    values = sum(data.count(sign) for sign in (b",", b"[", b"{"))
+    if _BYTE * len(data) + _VALUE * values > 2 * size + _ALWAYS:
+        raise bad(f"has JSON of {values} values in {len(data)} bytes, too much for {size} bytes of data")
+    try:
+        value = json.loads(str(data, "utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise bad(f"has JSON that cannot be read ({error})") from None
+    if type(value) is not dict:
+        raise bad("has JSON that is no object")
+    return value
+
+
+def checked_field(
+    fields: dict[str, Any], key: str, fits: Callable[[Any], bool], bad: Callable[[str], ValueError]
+) -> Any:
+    """The value of a key, or `bad` if it does not fit."""
+    value = fields.get(key)
+    if not fits(value):
+        raise bad(f"has the {key} {value!r}")
+    return value
+
+
+def are_counts(numbers: Any, most: int) -> bool:
+    """Whether they are at most so many numbers of something, none of them negative."""
+    return type(numbers) is list and len(numbers) <= most and all(type(n) is int and n >= 0 for n in numbers)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is there twice")
+        found[key] = value
+    return found
