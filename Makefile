@@ -8,7 +8,7 @@ JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all sanitize docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all sanitize fuzz docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -22,12 +22,12 @@ lint: $(VENV)/test
 	$(VENV)/bin/pyright
 
 tests: $(VENV)/test
-	$(VENV)/bin/python -m pytest -n $(JOBS)
+	LOWBIT_TEST_LAYOUTS=one $(VENV)/bin/python -m pytest -n $(JOBS)
 
 # Without what does not depend on the version: frameworks, files, and the kernels called raw.
-ANY_VERSION := frameworks examples native eformer gguf tokenizer demo
+ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files exchange cli
 tests-oldest: $(OLDEST)/test
-	LOWBIT_TEST_LAYOUTS=few $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
+	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
 
 # The wheel alone in an empty environment outside of the tree.
@@ -38,7 +38,8 @@ package: dist/built
 	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))), lowbit.kernels.cpu.instruction_set())"
 
 # Everything slow goes here as it comes.
-test-all: test sanitize
+test-all: test sanitize fuzz
+	$(VENV)/bin/python -m pytest -n $(JOBS) tests/test_transforms.py tests/test_rules.py tests/test_sharding.py
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
 # The kernel tests on a library that checks every address and every undefined step.
@@ -48,6 +49,10 @@ sanitize: $(VENV)/test
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python -m pytest -q tests/test_native.py
+
+# Changed files for every reader, 100,000 of them.
+fuzz: $(VENV)/test
+	$(VENV)/bin/python tests/fuzz.py --files 100000
 
 # The API reference, from the docstrings: build/docs/index.html
 docs: $(VENV)/test

@@ -68,7 +68,8 @@ def main() -> None:
         quality: list[Any] = ["", "", name, "", "", "", ""]
         if name in models:
             model = models[name]
-            whole, few = (evaluation.quality(model, pieces[:n], references[:n]) for n in (len(pieces), FEW))
+            each = [evaluation.sums(model, *window) for window in zip(pieces, references, strict=True)]
+            whole, few = evaluation.summary(each), evaluation.summary(each[:FEW])
             stored = sum(x.nbytes for x in jax.tree.leaves(model.params))
             bits = 8 * stored / sum(x.size for x in jax.tree.leaves(dense.params))
             quality = [bits, stored / 1e6, name, whole.perplexity, whole.divergence, whole.agreement, few.divergence]

@@ -73,8 +73,8 @@ class Report:
         print(" | ".join(f"{name:>24}" if i == 2 else f"{name:>10}" for i, name in enumerate(columns)), flush=True)
 
     def row(self, *values: Any) -> None:
-        self.rows.append([round(v, 4) if isinstance(v, float) else v for v in values])
-        shown = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in values)
+        self.rows.append([float(f"{v:.6g}") if isinstance(v, float) else v for v in values])
+        shown = (str(v) if not isinstance(v, float) else f"{v:.2f}" if abs(v) >= 0.1 else f"{v:.2g}" for v in values)
         print(" | ".join(f"{v:>24}" if i == 2 else f"{v:>10}" for i, v in enumerate(shown)), flush=True)
 
     def save(self) -> None:

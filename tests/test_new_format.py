@@ -9,7 +9,7 @@ import pytest
 import test_rules
 import test_transforms
 from features import LAYOUT_MATTERS
-from helpers import FEW, Layout, assert_close
+from helpers import HALF, Layout, assert_close
 
 import lowbit
 
@@ -25,7 +25,7 @@ def example():
     return module
 
 
-@pytest.fixture(params=[(-1, 16)] if FEW else [(-2, None), (-1, 16)], ids=str)
+@pytest.fixture(params=[(-2, None), (-1, 16)] if HALF is None else [[(-2, None), (-1, 16)][HALF]], ids=str)
 def six_bits(example, request, monkeypatch) -> Layout:
     monkeypatch.setitem(lowbit.FORMATS, "int6", example.INT6)
     return Layout("int6", *request.param)

@@ -78,12 +78,19 @@ def references(model: LanguageModel, pieces: Sequence[Sequence[int]]) -> list[Re
 
 def quality(model: LanguageModel, pieces: Sequence[Sequence[int]], references: Sequence[Reference]) -> Quality:
     """How well a model predicts the pieces of a text, and how near it is to the reference."""
-    sums, count = np.zeros(3), 0
-    for piece, reference in zip(pieces, references, strict=True):
-        sums += np.asarray(_compared(model.logits(piece), reference, jnp.asarray(piece)))
-        count += len(piece) - 1
-    surprise, divergence, agreement = sums / count
-    return Quality(float(np.exp(surprise)), float(divergence), float(agreement))
+    return summary([sums(model, piece, reference) for piece, reference in zip(pieces, references, strict=True)])
+
+
+def sums(model: LanguageModel, piece: Sequence[int], reference: Reference) -> np.ndarray:
+    """Over the tokens of a piece: surprise, divergence, agreement, and how many they are."""
+    found = _compared(model.logits(piece), reference, jnp.asarray(piece))
+    return np.array([*found, len(piece) - 1], np.float64)
+
+
+def summary(pieces: Sequence[np.ndarray]) -> Quality:
+    """The quality over several pieces, from the sums of each."""
+    surprise, divergence, agreement, count = np.sum(pieces, axis=0)
+    return Quality(float(np.exp(surprise / count)), float(divergence / count), float(agreement / count))
 
 
 @jax.jit

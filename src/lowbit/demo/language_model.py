@@ -24,7 +24,7 @@ from .llama import DENSE, Formats, LlamaConfig
 from .tokenizer import HuggingFaceTokenizer, Tokenizer
 
 # Prompts are filled up to a multiple of this many tokens, and caches of the other, so that few programs are compiled.
-PROMPT_STEP, CACHE_STEP = 64, 256
+PROMPT_STEP, CACHE_STEP = 64, 64
 GGUF_KEY = "general.architecture"
 
 

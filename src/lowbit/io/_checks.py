@@ -1,17 +1,24 @@
 """What the readers of files check alike."""
 
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # What a byte and a value of JSON cost at most while they are parsed, by us and by the safetensors package.
-_BYTE, _VALUE = 4, 400
+_BYTE, _VALUE = 10, 400
 _ALWAYS = 64 << 20  # bytes that may be spent on JSON however small the files are
 
 
+def short(value: Any) -> str:
+    """Its repr, without the middle of a long one."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
+
+
 def bad_tensor(path: str | os.PathLike[str], name: str, problem: str) -> ValueError:
-    return ValueError(f"{path} cannot be read: tensor {name!r} {problem}. Fetch or convert it once more.")
+    return ValueError(f"{path} cannot be read: tensor {short(name)} {problem}. Fetch or convert it once more.")
 
 
 def checked_json(data: bytes, size: int, bad: Callable[[str], ValueError]) -> dict[str, Any]:
@@ -38,13 +45,18 @@ def checked_field(
     """The value of a key, or `bad` if it does not fit."""
     value = fields.get(key)
     if not fits(value):
-        raise bad(f"has the {key} {value!r}")
+        raise bad(f"has the {key} {short(value)}")
     return value
 
 
 def are_counts(numbers: Any, most: int) -> bool:
-    """Whether they are at most so many numbers of something, none of them negative."""
-    return type(numbers) is list and len(numbers) <= most and all(type(n) is int and n >= 0 for n in numbers)
+    """Whether they are at most so many numbers of something, as a file can have."""
+    return type(numbers) is list and len(numbers) <= most and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+
+
+def can_be_a_shape(shape: Sequence[int]) -> bool:
+    """Whether numpy can count its elements. JAX goes through the rows of an array even if they are empty."""
+    return math.prod(max(n, 1) for n in shape) <= 1 << (20 if 0 in shape else 59)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

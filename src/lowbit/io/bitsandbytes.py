@@ -27,14 +27,14 @@ import numpy as np
 from lowbit.formats import ArrayNF4, QuantizedArray, pack, unpack
 from lowbit.formats.nf4 import GROUP, LEVELS, dynamic_map
 
-from ._checks import are_counts, bad_tensor, checked_field, checked_json
+from ._checks import are_counts, bad_tensor, can_be_a_shape, checked_field, checked_json
 
 _STATE = ".quant_state.bitsandbytes__"
 _NESTED = ("nested_absmax", "nested_quant_map")
 _PARTS = ("absmax", "quant_map", *_NESTED)
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # those that bitsandbytes has
 _DTYPES = {np.dtype(d).name: np.dtype(d) for d in (np.float32, np.float16, ml_dtypes.bfloat16)}
-_MOST_AXES, _MOST = 8, 1 << 31
+_MOST_AXES = 8
 _LARGEST = float(np.finfo(np.float32).max)
 _CHUNK = 1 << 18  # elements decoded at a time, which stay in the cache
 _PAIRS = LEVELS[np.arange(256)[:, None] >> np.array([4, 0]) & 15]  # the two levels of each byte
@@ -115,9 +115,7 @@ class SavedNF4:
         field("quant_type", lambda kind: kind == "nf4")
         block = field("blocksize", lambda block: type(block) is int and block in _BLOCKS)
         dtype = _DTYPES[field("dtype", lambda dtype: type(dtype) is str and dtype in _DTYPES)]
-        shape = tuple(
-            field("shape", lambda shape: are_counts(shape, _MOST_AXES) and 0 < len(shape) and max(shape) < _MOST)
-        )
+        shape = tuple(field("shape", lambda shape: are_counts(shape, _MOST_AXES) and shape and can_be_a_shape(shape)))
         size = math.prod(shape)
         # Stored as another dtype (bnb_4bit_quant_storage), the bytes are the same.
         packed = parts[""].reshape(-1).view(np.uint8)
@@ -188,14 +186,14 @@ def bitsandbytes_tensors(name: str, array: Any, *, requantize: bool = False) -> 
     >>> import jax.numpy as jnp, lowbit
     >>> tensors = bitsandbytes_tensors("w", lowbit.ArrayNF4(jnp.ones((4, 128))))
     >>> {name: tensor.shape for name, tensor in tensors.items()}
-    {'w': (256, 1), 'w.absmax': (8,), 'w.quant_map': (16,), 'w.quant_state.bitsandbytes__nf4': (81,)}
+    {'w': (256, 1), 'w.absmax': (8,), 'w.quant_map': (16,), 'w.quant_state.bitsandbytes__nf4': (77,)}
     """
     shape = tuple(array.shape)
     if problem := _problem(array):
         if not requantize:
             raise ValueError(
                 f"Cannot write {name!r} for bitsandbytes as it is: {problem}. "
-                "requantize=True quantizes it in blocks that bitsandbytes has."
+                "requantize=True, or --requantize, quantizes it in blocks that bitsandbytes has."
             )
         array = _requantized(array)
     dtype, block = array.dtype, array.block_size

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import jax
 import ml_dtypes
 import numpy as np
-import safetensors
+from safetensors.numpy import save_file
 
+from lowbit.axes import axes_by_name
 from lowbit.formats import FORMATS, QuantizedArray
 from lowbit.report import Report, Row
 from lowbit.tree import Plan, Rules, ordered_rules, plan, quantized, row
@@ -32,6 +33,7 @@ from .tensors import HuggingFaceDir
 TARGETS = ("lowbit", "bitsandbytes", "safetensors", "gguf")
 # Types of other files that are arrays of ours, bit for bit.
 _KEPT = ("Q8_0", "TQ2_0")
+_FILE_TYPES = {"F16": 1, "Q8_0": 7}  # what llama.cpp calls a file by most of its tensors
 # Types that read as another dtype than float32.
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_}
 _DTYPES |= {f"{letter}{8 * n}": f"{letter.lower()}{n}" for letter in "IU" for n in (1, 2, 4, 8)}
@@ -59,10 +61,13 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
         raise ValueError(f"The directory {folder} cannot be written to.")
 
 
-def plans_for(source: Tensors, rules: Rules, *, strict: bool) -> tuple[dict[str, Plan], tuple[str, ...]]:
+def plans_for(
+    source: Tensors, rules: Rules, *, strict: bool, linear_only: bool = False
+) -> tuple[dict[str, Plan], tuple[str, ...]]:
     """What the rules mean for each tensor of a file, and the patterns that matched none.
 
-    What is stored in a format of ours is kept as it is, unless a rule other than the default asks for another.
+    What is stored in a format of ours is kept as it is, unless a rule other than the default asks for another. With
+    `linear_only` the same holds for embeddings: bitsandbytes has them dense.
     """
     ordered = ordered_rules(rules)
     structs = {name: jax.ShapeDtypeStruct(source.shape(name), _dtype(source.type(name))) for name in source}
@@ -70,8 +75,12 @@ def plans_for(source: Tensors, rules: Rules, *, strict: bool) -> tuple[dict[str,
     found = dict(zip(structs, plans, strict=True))
     for name, struct in structs.items():
         rule = next((rule for rule in ordered if rule.matches(name, struct)), None)
-        if is_stored(source.type(name)) and (rule is None or rule.is_default):
+        if rule is not None and not rule.is_default:
+            continue
+        if is_stored(source.type(name)):
             found[name] = Plan(None, f"stored as {source.type(name)} already")
+        elif linear_only and "embedding" in axes_by_name(name, struct.shape).how:
+            found[name] = Plan(None, "an embedding, which bitsandbytes keeps dense")
     return found, unmatched
 
 
@@ -117,7 +126,8 @@ def convert(
     to = to or target_of(target)
     if to not in TARGETS:
         raise ValueError(f"Unknown kind of file {to!r}: it must be one of {', '.join(TARGETS)}.")
-    plans, unmatched = plans_for(source, rules, strict=strict)
+    _check_method(source)
+    plans, unmatched = plans_for(source, rules, strict=strict, linear_only=to == "bitsandbytes")
     rows: list[Row] = []
 
     def tensors() -> Iterator[tuple[str, Any]]:
@@ -128,7 +138,9 @@ def convert(
     if isinstance(source, HuggingFaceDir | LowbitDir):
         _write_directory(source, target, to, tensors(), requantize)
     elif to == "gguf":
-        write_gguf(target, dict(tensors()), _gguf_fields(source), type=checked_type(type))
+        kind = checked_type(type)
+        fields = {**_gguf_fields(source), "general.file_type": GGUFField("UINT32", _FILE_TYPES[kind])}
+        write_gguf(target, dict(tensors()), fields, type=kind)
     elif to == "lowbit":
         save(target, dict(tensors()), metadata=_metadata(source))
     else:
@@ -170,12 +182,8 @@ def _other_layout(to: str, tensors: Iterator[tuple[str, Any]], requantize: bool)
 
 
 def _write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    entries: Any = {
-        name: {"dtype": x.dtype.name, "shape": x.shape, "data": np.ascontiguousarray(x).tobytes()}
-        for name, x in tensors.items()
-    }
     with written_aside(path) as aside:
-        safetensors.serialize_file(entries, aside, {"format": "pt"})
+        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, aside, {"format": "pt"})
 
 
 @contextmanager
@@ -195,6 +203,15 @@ def _directory_aside(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_method(source: Tensors) -> None:
+    """Other methods store integers that mean nothing without them."""
+    config = source.metadata.get("config")
+    method = config.get("quantization_config") if isinstance(config, dict) else None
+    if isinstance(method, dict) and (method.get("quant_method") != "bitsandbytes" or method.get("load_in_8bit")):
+        name = "bitsandbytes in 8 bits" if method.get("load_in_8bit") else method.get("quant_method")
+        raise ValueError(f"{source.path} was quantized by {name}, which cannot be read; bitsandbytes' NF4 can.")
 
 
 def _metadata(source: Tensors) -> dict[str, Any]:

@@ -22,6 +22,8 @@ import numpy as np
 
 from lowbit.formats import Array1B, Array8B, QuantizedArray
 
+from ._checks import can_be_a_shape
+
 # The types of metadata values by their numbers in the GGUF specification (ggml/docs/gguf.md), and the numbers among
 # them as `struct` and numpy both write them.
 STRING, ARRAY = 8, 9
@@ -270,8 +272,7 @@ class _Header:
             raise self.bad(f"has {axes} axes, more than {_MOST_AXES}")
         shape = tuple(self.numbers("Q", axes))[::-1]
         number, offset = self.number("I"), self.number("Q")
-        # Also of an empty tensor the other axes must be such that numpy can count in bytes.
-        if math.prod(max(n, 1) for n in shape) >= 1 << 59:
+        if not can_be_a_shape(shape):
             raise self.bad(f"has the shape {shape}, more than any file can hold")
         try:
             kind = self.gguf.GGMLQuantizationType(number)

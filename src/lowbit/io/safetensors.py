@@ -156,7 +156,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
             return array(node)
         if node.kind not in _OWN:
             raise ValueError(
-                f"{file.path}: {_name(path)} is of the class {node.kind}, and no dict, list or tuple: "
+                f"{file.path}: {_name(path)} is of the class {_short(node.kind)}, and no dict, list or tuple: "
                 "pass a tree of the same structure as `like`, for instance jax.eval_shape of what makes it."
             )
         children = {key: plain(child, (*path, key)) for key, child in node.children.items()}
@@ -170,8 +170,8 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
                 raise ValueError(f"{file.path}: {_name(path)} is {here} in the file and {there} in `like`.")
             return array(node, like)
         found, rebuilt = opened
-        keys = [key for key, _ in found]
-        for key in {**node.children, **dict.fromkeys(keys)}:
+        keys = dict.fromkeys(key for key, _ in found)
+        for key in {**node.children, **keys}:
             if key not in keys or key not in node.children:
                 where = "`like` and not in the file" if key in keys else "the file and not in `like`"
                 raise ValueError(f"{file.path}: {_name((*path, key))} is in {where}.")
@@ -312,7 +312,8 @@ def _opened(tree: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any
         return None
     if type(tree) is dict:  # in its own order, which JAX would change
         return list(tree.items()), lambda children: dict(zip(tree, children, strict=True))
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    root = iter([False])  # the first that JAX asks about; all within is a leaf, were it the container itself
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda _: next(root, True))
     if len(found) == 1 and not found[0][0]:
         return None
     return [(_key(path[0]), child) for path, child in found], functools.partial(jax.tree.unflatten, structure)
@@ -327,7 +328,7 @@ def _agree(node: Any, like: Any) -> bool:
     if not hasattr(like, "dtype"):
         return type(node) is type(like)
     if type(node) in (bool, int, float, complex):
-        return like.shape == () and like.dtype == jnp.result_type(node)
+        return like.shape == () and like.dtype == jnp.result_type(type(node))
     if not hasattr(node, "dtype") or tuple(like.shape) != node.shape or like.dtype != node.dtype:
         return False
     return not isinstance(like, QuantizedArray) or _format(like) == _format(node)
@@ -343,7 +344,7 @@ def _format(array: Any) -> Any:
 
 def _described(x: Any) -> str:
     if not hasattr(x, "dtype"):
-        return f"a {x.kind if isinstance(x, _Container) else type(x).__name__}"
+        return f"a {_short(x.kind)[1:-1] if isinstance(x, _Container) else type(x).__name__}"
     layout = f", spans {x.spans}{', transposed' * x.transposed}" if isinstance(x, QuantizedArray) else ""
     return f"{type(x).__name__ if layout else 'an array'} of shape {tuple(x.shape)} and dtype {x.dtype}{layout}"
 
@@ -411,9 +412,9 @@ class _Outline:
         if isinstance(value, np.dtype):
             return {"dtype": _TYPES.get(value, value.name)}
         value = value.item() if isinstance(value, np.generic) else value
-        if not isinstance(value, bool | int | float | str | None):
-            raise self.bad(path, f"is a {type(value).__name__}", "static fields are of numbers, strings and dtypes")
-        return value
+        if isinstance(value, bool | int | str | None) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        raise self.bad(path, f"is {_short(value)}", "static fields are of finite numbers, strings and dtypes")
 
     def part(self, array: QuantizedArray, name: str, path: tuple[Any, ...]) -> str | None:
         part = getattr(array, name)
@@ -448,7 +449,7 @@ def _told(metadata: Any) -> str:
         told = _json(metadata)
         if isinstance(metadata, dict) and json.loads(told) == metadata:
             return told
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         pass
     raise TypeError(
         "metadata must come back from JSON as it is: a dict with strings for keys, and in it such dicts, lists (not "
@@ -502,7 +503,7 @@ def _mapped(path: Path) -> tuple[np.ndarray, "_Contents"]:
         raise ValueError(
             f"{path} is a lowbit file of version {version}, and this lowbit reads version {VERSION}: install a newer."
         )
-    if size < end + _DIGEST or hashlib.sha256(header).digest() != data[-_DIGEST:].tobytes():
+    if hashlib.sha256(header).digest() != data[-_DIGEST:].tobytes():
         raise ValueError(f"{path} is damaged or cut off: its header does not match its checksum.")
     return data, _Contents(path, header, size)
 
@@ -663,7 +664,11 @@ class _Contents:
         axes = range(-len(getattr(array.codes, "shape", ())), 0)
         spans, lengths = array.spans, array.lengths
         flags = (array.transposed, array.use_kernel)
-        if not isinstance(array.dtype, np.dtype) or {*map(type, flags)} != {bool} or array.compute not in _COMPUTE:
+        if (
+            not isinstance(array.dtype, np.dtype)
+            or {*map(type, flags)} != {bool}
+            or array.compute not in ("exact", "fast")
+        ):
             told = (array.dtype, *flags, array.compute)
             raise self.bad(where, f"has {_short(told)} for dtype, transposed, use_kernel and compute")
         widest = max(_WIDEST, 8 * math.prod(getattr(array.codes, "shape", ())))
@@ -673,16 +678,13 @@ class _Contents:
         if not paired or any(axis not in axes or n < 0 for axis, n in lengths) or len(dict(lengths)) < len(lengths):
             raise self.bad(where, f"has the lengths {_short(lengths)} on {len(axes)} axes")
         try:
-            shape = (array.shape, array.stored_shape)[1]
+            _, shape = array.shape, array.stored_shape
             parts = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), array)
             decoded = jax.eval_shape(_decoded, parts)
         except Exception as error:  # whatever a format's own code meets with in what the file says
-            raise self.bad(where, f"is no {kind}: {error}") from error
+            raise self.bad(where, f"is no {kind}: {str(error)[:500]}") from error
         if decoded.shape != shape or decoded.dtype != np.float32 or array.index is not None:
             raise self.bad(where, f"is no {kind} of stored shape {shape}: it decodes to {decoded}")
-
-
-_COMPUTE = ("exact", "fast")
 
 
 def _integers(given: Any) -> bool:

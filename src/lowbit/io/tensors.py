@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from lowbit.formats import QuantizedArray
 
-from ._checks import are_counts, bad_tensor, checked_field, checked_json
+from ._checks import are_counts, bad_tensor, can_be_a_shape, checked_field, checked_json
 from .bitsandbytes import DequantizedWarning, SavedNF4, saved_parts
 
 _DTYPES = {
@@ -181,7 +181,8 @@ class HuggingFaceDir(_Tensors):
     def __init__(self, path: str | os.PathLike[str], *, strict: bool = False):
         path = Path(path)
         # Names are looked up here and never given to the system: no name in an index can lead out of the directory.
-        self._sizes = {file.name: file.stat().st_size for file in os.scandir(path) if file.is_file()}
+        with os.scandir(path) as files:
+            self._sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
         self._shards: dict[str, _Shard] = {}
         metadata: dict[str, Any] = {}
         if "config.json" in self._sizes:
@@ -287,14 +288,12 @@ def _entry(path: Path, name: str, entry: Any, start: int, size: int) -> _Entry:
     def bad(problem: str) -> ValueError:
         return bad_tensor(path, name, problem)
 
-    def is_shape(shape: Any) -> bool:
-        # Also of an empty tensor the other axes must be such that numpy can count in bytes.
-        return are_counts(shape, _MOST_AXES) and math.prod(max(n, 1) for n in shape) < 1 << 59
-
     if type(entry) is not dict:
         raise bad("has no dtype, shape and data_offsets")
     kind = checked_field(entry, "dtype", lambda kind: type(kind) is str and kind in _DTYPES, bad)
-    shape = tuple(checked_field(entry, "shape", is_shape, bad))
+    shape = tuple(
+        checked_field(entry, "shape", lambda shape: are_counts(shape, _MOST_AXES) and can_be_a_shape(shape), bad)
+    )
     first, last = checked_field(entry, "data_offsets", lambda two: are_counts(two, 2) and len(two) == 2, bad)
     if last - first != math.prod(shape) * _DTYPES[kind].itemsize:
         raise bad(f"lies from byte {first} to {last}, which is not what {kind} of {shape} takes")

@@ -1,0 +1,261 @@
+"""The command: files in and out as a user types it, and one line for every mistake."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+from test_demo import TOKENS, tiny_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+import lowbit
+from lowbit.cli.app import app
+from lowbit.demo import llama
+from lowbit.demo.language_model import LanguageModel
+from lowbit.io import convert as converting
+from lowbit.io.gguf import GGUFFile
+from lowbit.io.source import open_tensors
+
+
+def run(*args: Any, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return tiny_file(tmp_path / "tiny.gguf")
+
+
+def left_over(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.startswith("."))
+
+
+def test_a_gguf_goes_through_a_file_of_ours_and_back(tiny: Path, tmp_path: Path) -> None:
+    ours, back = tmp_path / "ours.safetensors", tmp_path / "back.gguf"
+    run("convert", tiny, ours)
+    file, original = open_tensors(ours), GGUFFile(tiny)
+    assert set(file) == set(original) and [file.type(name) for name in file] == ["F32"] * len(file)
+    assert all(np.array_equal(file.dense(name), original.dense(name)) for name in file)
+    run("convert", ours, back, "--type", "Q8_0")
+    fields = dict(GGUFFile(back).fields)
+    assert fields.pop("general.file_type").value == 7 and fields == original.fields
+    assert GGUFFile(back).type("token_embd.weight") == "Q8_0"
+    # Bits that are stored are kept on every way.
+    ours.unlink()
+    run("convert", back, ours)
+    assert open_tensors(ours).type("token_embd.weight") == "int8"
+    run("convert", ours, back, "--type", "Q8_0", "--force")
+    again = GGUFFile(back).array("token_embd.weight")
+    assert np.array_equal(again.codes, open_tensors(ours).array("token_embd.weight").codes)
+
+
+def test_quantized_files_generate_what_quantized_models_do(tiny: Path, tmp_path: Path) -> None:
+    target = tmp_path / "tiny-nf4.safetensors"
+    result = run("quantize", tiny, target, "--format", "nf4", "--rule", "*ffn_down*=int8", "--rule", "*attn_k*=keep")
+    assert "times smaller" in result.output
+    file = open_tensors(target)
+    types = {name.split(".")[2]: file.type(name) for name in file if name.startswith("blk.0")}
+    assert types["ffn_down"] == "int8" and types["attn_q"] == "nf4" and types["attn_k"] == types["attn_norm"] == "F32"
+    model = LanguageModel.from_file(target)
+    assert isinstance(model.params["layers"]["q"], lowbit.ArrayNF4)
+    want = LanguageModel.from_file(target, "float32").logits(TOKENS)
+    np.testing.assert_allclose(model.logits(TOKENS), want, atol=2e-4 * np.abs(want).max())
+    text = run("generate", "a low", "--raw", "--tokens", 4, "--model", target).output
+    assert text == model.tokenizer.decode(model.generate(model.tokenizer.encode("a low"), 4)) + "\n"
+    report = json.loads(run("quantize", tiny, tmp_path / "b", "--strict", "--json").output)
+    assert report["before"] == sum(GGUFFile(tiny).nbytes(name) for name in GGUFFile(tiny))
+    run("quantize", tiny, tmp_path / "c", "--strict", "--rule", "*ffn_dwn*=int8", code=1)
+
+
+def huggingface_dir(tiny: Path, folder: Path) -> Path:
+    """The tiny llama as Hugging Face has it: other names, and heads that turn halves."""
+    folder.mkdir()
+    file = GGUFFile(tiny)
+    tensors = {
+        "model.embed_tokens.weight": file.dense("token_embd.weight"),
+        "model.norm.weight": file.dense("output_norm.weight"),
+    }
+    for i in range(2):
+        for name, stored in llama.GGUF.names.items():
+            w = file.dense(llama.GGUF.layer.format(i, stored))
+            if name in ("q", "k"):
+                w = w.reshape(-1, 8, 2, 64).swapaxes(1, 2).reshape(w.shape)
+            tensors[llama.HUGGING_FACE.layer.format(i, llama.HUGGING_FACE.names[name])] = w
+    safetensors.numpy.save_file(
+        {name: np.ascontiguousarray(w) for name, w in tensors.items()}, folder / "model.safetensors"
+    )
+    sizes = {key: file.metadata[llama.GGUF.sizes[name]] for name, key in llama.HUGGING_FACE.sizes.items()}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokens[2]}))
+    (folder / "README.md").write_text("tiny")
+    return folder
+
+
+def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> None:
+    folder = huggingface_dir(tiny, tmp_path / "hf")
+    want = LanguageModel.from_gguf(tiny).logits(TOKENS)
+    np.testing.assert_allclose(LanguageModel.from_file(folder, "float32").logits(TOKENS), want, atol=1e-5)
+    ours = tmp_path / "ours"
+    run("quantize", folder, ours, "--format", "int8")
+    others = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert set(os.listdir(ours)) == others and (ours / "README.md").read_text() == "tiny"
+    model = LanguageModel.from_file(ours)
+    assert isinstance(model.params["layers"]["q"], lowbit.Array8B)
+    error = np.linalg.norm(model.logits(TOKENS) - want) / np.linalg.norm(want)
+    assert 0 < error < 0.05
+    assert run("generate", "a low", "--raw", "--tokens", 3, "--model", ours).output.endswith("\n")
+    # And as bitsandbytes has it, which is read back bit for bit.
+    other = tmp_path / "bnb"
+    assert "--requantize" in run("quantize", folder, other, "--to", "bitsandbytes", code=1).stderr
+    run("quantize", folder, other, "--to", "bitsandbytes", "--requantize")
+    assert json.loads((other / "config.json").read_text())["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+    name = "model.layers.0.mlp.up_proj.weight"
+    got, w = open_tensors(other).array(name), open_tensors(folder).dense(name)
+    assert np.array_equal(got.codes, lowbit.ArrayNF4.quantize(w).codes)
+    run("convert", other, ours, "--force")
+    assert open_tensors(ours).type(name) == "nf4" and left_over(tmp_path) == []
+    assert open_tensors(other).type("model.embed_tokens.weight") == "F32"
+    run("convert", folder, tmp_path / "a.gguf", code=1)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "was quantized by gptq" in run("convert", folder, tmp_path / "b", code=1).stderr
+
+
+def test_inspect_and_compare_tell_what_is_there(tiny: Path, tmp_path: Path) -> None:
+    found = json.loads(run("inspect", tiny, "--json").output)
+    assert found["tensors"][0] == {"name": "blk.0.attn_q.weight", "shape": [64, 64], "type": "F32", "bytes": 16384}
+    lines = run("inspect", tiny).output.splitlines()
+    assert lines[0].split() == ["name", "shape", "type", "bytes", "bits"] and lines[-1].startswith("total")
+    run("quantize", tiny, tmp_path / "b.safetensors", "--format", "int8", "--rule", "*ffn_up*=binary")
+    rows = json.loads(run("compare", tiny, tmp_path / "b.safetensors", "--json").output)["tensors"]
+    assert rows[0]["name"].endswith("ffn_up.weight") and 0.5 < rows[0]["error"] < 0.7
+    assert [row["error"] for row in rows] == sorted((row["error"] for row in rows), reverse=True)
+    assert rows[-1]["error"] == 0
+    run("compare", tiny, tmp_path / "b.safetensors", "--tolerance", 0.7)
+    run("compare", tiny, tmp_path / "b.safetensors", "--tolerance", 0.1, code=3)
+    lowbit.save(tmp_path / "c.safetensors", {"output_norm.weight": np.zeros(8), "other": np.zeros(3)})
+    text = run("compare", tiny, tmp_path / "c.safetensors").output
+    assert "has the shape 8 in" in text and f"1 not in {tiny}: other" in text
+    run("compare", tiny, tmp_path / "c.safetensors", "--tolerance", 9, code=3)
+
+
+def test_bench_times_every_format() -> None:
+    rows = json.loads(run("bench", "--size", 64, "--rows", "1,2", "--repeat", 1, "--json").output)
+    assert {row["product"] for row in rows} == {
+        "float32",
+        *(f"{f} {a}" for f in lowbit.FORMATS for a in ("exact", "fast")),
+    }
+    assert {row["rows"] for row in rows} == {1, 2} and all(row["microseconds"] > 0 for row in rows)
+
+
+def mistakes(tiny: Path, folder: Path) -> dict[str, tuple[tuple[Any, ...], str]]:
+    (folder / "there").write_text("old")
+    (folder / "text").write_text("no tensors here, just a line of text")
+    return {
+        "exists": (("quantize", tiny, folder / "there"), "there exists. --force replaces it."),
+        "itself": (("convert", tiny, tiny, "--force"), "is the source itself"),
+        "absent": (("convert", folder / "none", folder / "b"), "No such file or directory"),
+        "no folder": (("convert", tiny, folder / "no" / "b"), "There is no directory"),
+        "kind": (("convert", tiny, folder / "b", "--to", "onnx"), "Unknown kind of file 'onnx'"),
+        "type": (("convert", tiny, folder / "b.gguf", "--type", "Q2_K"), "Unknown type 'Q2_K'"),
+        "format": (("quantize", tiny, folder / "b", "--format", "nf5"), "Unknown format 'nf5'"),
+        "rule": (("quantize", tiny, folder / "b", "--rule", "int8"), "write PATTERN=FORMAT"),
+        "pattern": (("quantize", tiny, folder / "b", "--rule", "re:(=int8"), "is no regular expression"),
+        "text": (("inspect", folder / "text"), f"{folder / 'text'}"),
+        "not nf4": (("convert", tiny, folder / "b", "--to", "gguf", "--type", "int8"), "Unknown type 'int8'"),
+    }
+
+
+def test_every_mistake_is_one_line_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    for args, text in mistakes(tiny, tmp_path).values():
+        before = sorted(os.listdir(tmp_path))
+        result = run(*args, code=1)
+        assert result.stderr.startswith("lowbit: ") and text in result.stderr, result.stderr
+        assert result.stderr.count("\n") == 1 and sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "there").read_text() == "old"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_fails_on_the_way_leaves_the_old_file(
+    force: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model.safetensors"
+    if force:
+        target.write_text("old")
+    given = ("convert", tiny, target, *(["--force"] if force else []))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert "No space left on device" in run(*given, code=1).stderr
+    with monkeypatch.context() as patch:
+        patch.setattr(converting, "transformed", interrupted)
+        assert "interrupted" in run(*given, code=130).stderr
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *args: False)
+        assert "cannot be written to" in run(*given, code=1).stderr
+    assert left_over(tmp_path) == [] and target.exists() == force
+    if force:
+        assert target.read_text() == "old"
+        run(*given)
+        assert len(open_tensors(target)) > 0
+
+
+def interrupted(*args: Any) -> Any:
+    raise KeyboardInterrupt
+    yield
+
+
+def test_help_has_an_example_for_each_command() -> None:
+    for command in ("quantize", "convert", "inspect", "compare", "bench", "demo", "generate"):
+        assert f"Example: lowbit {command}" in run(command, "--help").output
+    assert "--install-completion" in run("--help").output
+
+
+def test_without_its_packages_the_command_says_what_to_install() -> None:
+    blocked = "import sys; sys.modules['typer'] = None; from lowbit.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "The lowbit command needs the package typer: pip install 'lowbit[cli]'\n"
+
+
+def test_python_m_lowbit_is_the_command(tiny: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "lowbit", "inspect", tiny], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0 and result.stdout.startswith("name ")
+
+
+def test_gguf_types_that_are_no_format_of_ours_are_decoded_once(tmp_path: Path) -> None:
+    w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    path = tmp_path / "q4.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for kind in (gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0):
+        writer.add_tensor(f"{kind.name}.weight", gguf.quants.quantize(w, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    run("quantize", path, tmp_path / "a", "--format", "nf4")
+    file, before = open_tensors(tmp_path / "a"), GGUFFile(path)
+    assert (file.type("Q4_1.weight"), file.type("Q8_0.weight")) == ("nf4", "int8")
+    assert np.array_equal(file.array("Q4_1.weight").codes, lowbit.ArrayNF4.quantize(before.dense("Q4_1.weight")).codes)
+    assert np.array_equal(file.dense("Q8_0.weight"), before.dense("Q8_0.weight"))
+    run("quantize", path, tmp_path / "b", "--rule", "Q8*=nf4")
+    assert open_tensors(tmp_path / "b").type("Q8_0.weight") == "nf4"
