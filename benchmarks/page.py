@@ -50,8 +50,14 @@ def plain_table(name: str) -> str:
     found = load(name)
     lines = ["| " + " | ".join(found["columns"]) + " |", "| --- " * len(found["columns"]) + "|"]
     for row in found["rows"]:
-        lines.append("| " + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row) + " |")
+        lines.append("| " + " | ".join(map(shown, row)) + " |")
     return "\n".join(lines) + "\n\n" + origin(found)
+
+
+def shown(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.5f}" if 0 < value < 0.01 else f"{value:.0f}" if value >= 1e5 else f"{value:.2f}"
 
 
 def figure(name: str, shape: str, path: Path) -> None:

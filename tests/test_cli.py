@@ -126,7 +126,9 @@ def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> N
     name = "model.layers.0.mlp.up_proj.weight"
     got, w = open_tensors(other).array(name), open_tensors(folder).dense(name)
     assert np.array_equal(got.codes, lowbit.ArrayNF4.quantize(w).codes)
-    run("convert", other, ours, "--force")
+    told = run("convert", other, ours, "--force").stderr
+    assert "lowbit: model.layers.0.mlp.down_proj.weight was dequantized: its blocks of 64 cross its rows" in told
+    assert "cannot be kept as it is stored" in run("convert", other, ours, "--force", "--strict", code=1).stderr
     assert open_tensors(ours).type(name) == "nf4" and left_over(tmp_path) == []
     assert open_tensors(other).type("model.embed_tokens.weight") == "F32"
     run("convert", folder, tmp_path / "a.gguf", code=1)
@@ -208,7 +210,7 @@ def test_what_fails_on_the_way_leaves_the_old_file(
         patch.setattr(converting, "transformed", interrupted)
         assert "interrupted" in run(*given, code=130).stderr
     with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *args: False)
+        patch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
         assert "cannot be written to" in run(*given, code=1).stderr
     assert left_over(tmp_path) == [] and target.exists() == force
     if force:
@@ -220,6 +222,12 @@ def test_what_fails_on_the_way_leaves_the_old_file(
 def interrupted(*args: Any) -> Any:
     raise KeyboardInterrupt
     yield
+
+
+def test_only_files_are_replaced(tiny: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "no file that can be replaced" in run("convert", tiny, tmp_path / "pipe.gguf", "--force", code=1).stderr
+    assert (tmp_path / "pipe.gguf").is_fifo() and left_over(tmp_path) == []
 
 
 def test_help_has_an_example_for_each_command() -> None:

@@ -358,6 +358,7 @@ def test_numpy_in_like_gives_numpy(tmp_path):
 
 
 Q = ArrayNF4.quantize(weights(64, 32), axis=-2)
+SQUARE = ArrayNF4.quantize(weights(32, 32), 16)
 STRUCT = jax.ShapeDtypeStruct
 MISMATCHES = {
     "shape": (np.ones(3), np.ones(4), "'k/a' is an array of shape (3,) and dtype float64 in the file and an array of"),
@@ -367,6 +368,7 @@ MISMATCHES = {
     "format": (Q, Array8B.quantize(weights(64, 32)), "'k/a' is ArrayNF4 of shape (64, 32) and dtype float32, spans "),
     "axis": (Q, ArrayNF4.quantize(weights(64, 32)), "spans (64, 1) in the file and ArrayNF4 of shape (64, 32) and"),
     "transposed": (Q.T, ArrayNF4.quantize(weights(32, 64)), "spans (64, 1), transposed in the file"),
+    "transposed, of the same parts": (SQUARE.T, SQUARE, "spans (16,), transposed in the file and ArrayNF4 of shape"),
     "double": (Q, ArrayNF4.quantize(weights(64, 32), axis=-2, double_quant=True), "'k/a' is ArrayNF4"),
     "kind": (Array1B(weights(2, 8)), Array1B.quantize(weights(2, 8), kind="binary"), "'k/a' is Array1B"),
     "quantized": (np.ones((64, 32), np.float32), Q, "'k/a' is an array of shape (64, 32) and dtype float32 in the"),
@@ -378,6 +380,7 @@ MISMATCHES = {
     "none for array": (np.ones(2), None, "'k/a' is an array of shape (2,) and dtype float64 in the file and a NoneTyp"),
     "number": (1, 1.0, "'k/a' is a int in the file and a float in `like`"),
     "number's dtype": (1, STRUCT((), np.float32), "'k/a' is a int in the file and an array of shape () and"),
+    "number's shape": (1.5, STRUCT((3,), np.float32), "'k/a' is a float in the file and an array of shape (3,)"),
     "text": ("x", STRUCT((), np.float32), "'k/a' is a str in the file and an array of shape ()"),
     "array for number": (np.ones(()), 1.0, "'k/a' is an array of shape () and dtype float64 in the file and a float"),
     "missing": ({"x": 1}, {"x": 1, "y": 2}, "'k/a/y' is in `like` and not in the file"),
@@ -911,6 +914,17 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
             "entries": {"b": {"dtype": "BOOL"}},
         },
         "tensor 'b' has bytes that are neither 0 nor 1",
+    ),
+    "index that fits": (
+        {
+            "tree": one(quantized(parts=PARTS | {"index": "i"})),
+            "tensors": {
+                "w/codes": np.stack([CODES] * 2),
+                "w/scales": np.stack([SCALES] * 2),
+                "i": np.zeros(2, np.int32),
+            },
+        },
+        "'w' is no Array8B of stored shape",
     ),
     "vector stored transposed": (
         {"tree": one(quantized(transposed=True)), "tensors": {"w/codes": CODES[0], "w/scales": SCALES[0]}},

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +35,10 @@ Model = Annotated[
 KV = Annotated[str | None, typer.Option(help="Format of the cached keys and values, for instance int8.")]
 KVK = Annotated[str | None, typer.Option(help="Format of the keys alone.")]
 KVV = Annotated[str | None, typer.Option(help="Format of the values alone.")]
-Source = Annotated[Path, typer.Argument(help="GGUF, safetensors, a file of lowbit, or a Hugging Face directory.")]
-Target = Annotated[Path, typer.Argument(help="What to write. A directory becomes a directory.")]
+Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="GGUF, safetensors, a file of lowbit, or a Hugging Face directory.")
+]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="What to write. A directory becomes a directory.")]
 To = Annotated[str | None, typer.Option(help="lowbit, bitsandbytes, safetensors or gguf. Default: by the name.")]
 Type = Annotated[str, typer.Option(help="Of the matrices in a GGUF file: F16 or Q8_0.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail where a tensor cannot be done as asked.")]
@@ -242,22 +245,27 @@ def _convert(
     requantize: bool,
     as_json: bool,
 ) -> None:
+    from lowbit.io.bitsandbytes import DequantizedWarning
     from lowbit.io.convert import check_target, convert
     from lowbit.io.source import open_tensors
 
     file = open_tensors(source, strict=strict)
     check_target(source, target, force=force)
     sizes = {name: file.nbytes(name) for name in file}
-    report = convert(
-        file,
-        target,
-        rules=list(rules),
-        to=to,
-        type=type,
-        requantize=requantize,
-        strict=strict,
-        progress=lambda names: shown(names, target.name, sizes),
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DequantizedWarning)  # told below, a line for each
+        report = convert(
+            file,
+            target,
+            rules=list(rules),
+            to=to,
+            type=type,
+            requantize=requantize,
+            strict=strict,
+            progress=lambda names: shown(names, target.name, sizes),
+        )
+    for name, reason in getattr(file, "dequantized", {}).items():
+        typer.echo(f"lowbit: {name} was dequantized: {reason}.", err=True)
     if as_json:
         return _print_json({"tensors": report.as_dicts(), "before": report.before, "after": report.after})
     typer.echo(str(report))

@@ -43,7 +43,7 @@ def products(size: int, rows: Sequence[int], repeat: int) -> Iterator[Timing]:
 
 
 def _copies(w: Any) -> int:
-    return max(2, ROTATED // sum(x.nbytes for x in jax.tree.leaves(w)))
+    return min(max(2, ROTATED // sum(x.nbytes for x in jax.tree.leaves(w))), 64)
 
 
 def _timed(work: Callable[..., Any], *operands: Any) -> float:
