@@ -623,6 +623,16 @@ def reads(path: Path) -> Any:
     return load_metadata(path), load(path), {name: [file.type(name), file.array(name)] for name in file}
 
 
+def test_a_drop_in_class_of_the_same_name_does_not_stand_in_the_way(tmp_path):
+    from lowbit.compat.eformer import arrays
+
+    ours, theirs = ArrayNF4.quantize(weights(4, 64)), arrays.ArrayNF4(weights(4, 64))
+    save(tmp_path / "a.safetensors", [ours, theirs])
+    for array in load(tmp_path / "a.safetensors"):
+        assert type(array) is ArrayNF4
+        assert np.array_equal(array.materialize(), ours.materialize())
+
+
 def test_every_cut_is_an_error_that_names_the_file(tmp_path):
     path = tmp_path / "b.safetensors"
     contents = seeds(tmp_path)[0].read_bytes()

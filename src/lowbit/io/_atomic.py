@@ -20,7 +20,7 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
     ('whole', ['a.txt'])
     """
     path = Path(os.path.realpath(path))  # where a link leads, so that the link stays one
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device; the system itself refuses a directory
         raise ValueError(f"{path} is no file that can be replaced.")
     # In the same directory, since a file is renamed in one step only where it lies.
     aside = path.parent / f".lowbit-{secrets.token_hex(8)}.part"

@@ -629,6 +629,8 @@ class _Contents:
             waiting += cls.__subclasses__()
             if cls.__name__ == name:  # of those that were defined again, as in a notebook, the last
                 found[f"{cls.__module__}.{cls.__qualname__}"] = cls
+        # A class that gives another one of the same name other manners, as a drop-in does, stores what that one stores.
+        found = {key: cls for key, cls in found.items() if not any(base.__name__ == name for base in cls.__mro__[1:])}
         if len(found) != 1:
             which = f"there are {' and '.join(found)}" if found else "import the module that defines it"
             raise self.bad(_name(path), f"is of the class {_short(name)}: {which}")
