@@ -33,6 +33,8 @@ from .runtime import materialize as materialize
 from .runtime import register as register
 from .runtime import ste as ste
 from .runtime import use_implicit as use_implicit
+from .sharding import shardings as shardings
+from .sharding import specs as specs
 from .tree import Rule as Rule
 from .tree import combine as combine
 from .tree import dequantize_tree as dequantize_tree

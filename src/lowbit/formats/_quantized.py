@@ -117,7 +117,11 @@ class QuantizedArray(ImplicitArray):
         new = object.__new__(cls)
         defaults = {"index": None, "transposed": False, "lengths": (), "use_kernel": True, "compute": "exact"}
         new.__dict__.update(defaults, dtype=np.dtype(dtype), **fields)
-        return new.reshaped(shape, spans)
+        new = new.reshaped(shape, spans)
+        where = None if isinstance(new.codes, Tracer) else getattr(new.codes, "sharding", None)
+        if isinstance(where, NamedSharding) and not where.is_fully_replicated:
+            check_pieces(new.stored_shape, where.spec, where.mesh, new._elements)
+        return new
 
     def reshaped(self, shape: Sequence[int], spans: Sequence[int], **changes: Any) -> Self:
         """The array with other parts, of another stored shape."""
@@ -368,12 +372,11 @@ class QuantizedArray(ImplicitArray):
         if isinstance(sharding, PartitionSpec):
             mesh = None if traced else mesh_in_context()
             if mesh is None:  # JAX knows the mesh of a `with mesh:`, or says that there is none
-                self._check_pieces(sharding, jax.sharding.get_abstract_mesh())
-                return jax.tree.map(lax.with_sharding_constraint, self, self.part_specs(sharding))
+                specs = self.part_specs(sharding, jax.sharding.get_abstract_mesh())
+                return jax.tree.map(lax.with_sharding_constraint, self, specs)
             sharding = NamedSharding(mesh, sharding)
-        self._check_pieces(sharding.spec, sharding.mesh)
-        parts = jax.tree.map(partial(NamedSharding, sharding.mesh), self.part_specs(sharding.spec))
-        return jax.tree.map(lax.with_sharding_constraint if traced else jax.device_put, self, parts)
+        place = lax.with_sharding_constraint if traced else jax.device_put
+        return jax.tree.map(place, self, self.part_shardings(sharding))
 
     def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
         """`with_sharding` by its other name."""
@@ -385,25 +388,14 @@ class QuantizedArray(ImplicitArray):
         entries = () if axis is None else (axis,) if isinstance(axis, str) else axis
         return self.with_sharding(NamedSharding(mesh, PartitionSpec(*entries)))
 
-    def _check_pieces(self, spec: PartitionSpec, mesh: Any) -> None:
-        """No part may be cut inside an element: a block belongs to one device, and so does a byte."""
-        sizes = dict(mesh.shape)
-        for axis, entry in enumerate(spec, -self.ndim):
-            names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            pieces = math.prod(sizes.get(name, 1) for name in names)
-            stored = self.swapped(axis)
-            spans = {name: span_of(spans, stored) for name, spans in self.part_spans().items()}
-            counts = [stored_length(self.shape[axis], span) for span in spans.values() if span != WHOLE]
-            if pieces > 1 and any(n % pieces for n in counts):
-                fits = next(d for d in range(pieces, 0, -1) if not any(n % d for n in counts))
-                block = math.lcm(*(span for span in spans.values() if span != WHOLE))
-                raise ValueError(
-                    f"Axis {axis} of length {self.shape[axis]} cannot be cut over the {pieces} devices of {names}: "
-                    f"a piece must hold whole blocks of {block} elements. "
-                    f"{fits} {'device' if fits == 1 else 'devices'} would do."
-                )
+    def _elements(self, axis: int) -> list[int]:
+        """How many elements of the array one of each part covers, where a part has the axis at all."""
+        spans = (span_of(spans, self.swapped(axis)) for spans in self.part_spans().values())
+        return [span for span in spans if span != WHOLE]
 
-    def part_specs(self, spec: PartitionSpec) -> Any:
+    def part_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
+        if mesh is not None:
+            check_pieces(self.shape, spec, mesh, self._elements)
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         if self.transposed:
             entries[-2:] = entries[:-3:-1]
@@ -426,6 +418,31 @@ class QuantizedArray(ImplicitArray):
         if self.index is not None:
             spec = (*[None] * self.index.ndim, *spec[1:])
         return PartitionSpec(*spec[:-2], spec[-1], spec[-2]) if self.transposed else PartitionSpec(*spec)
+
+
+def check_pieces(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Any, elements: Callable[[int], Sequence[int]] = lambda axis: (1,)
+) -> None:
+    """Whether devices can have pieces of an array: a block belongs to one of them, and so does a byte.
+
+    `elements(axis)`: how many elements of the array those that are stored cover.
+    """
+    if len(spec) > len(shape):
+        raise ValueError(f"{spec} speaks of {len(spec)} axes, and the array has the shape {tuple(shape)}.")
+    sizes = dict(mesh.shape)
+    for axis, entry in enumerate(spec, -len(shape)):
+        names = () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry
+        names = names if isinstance(names, tuple) else (names,)
+        pieces = math.prod(sizes.get(name, 1) for name in names)
+        counts = [stored_length(shape[axis], span) for span in elements(axis)]
+        if pieces > 1 and any(n % pieces for n in counts):
+            fits = next(d for d in range(pieces, 0, -1) if not any(n % d for n in counts))
+            block = math.lcm(*elements(axis))
+            raise ValueError(
+                f"Axis {axis} of length {shape[axis]} cannot be cut over the {pieces} devices of {names}: "
+                f"a piece must hold {f'whole blocks of {block} elements' if block > 1 else 'as much as the others'}. "
+                f"{fits} {'device' if fits == 1 else 'devices'} would do."
+            )
 
 
 @partial(jax.jit, inline=True)  # compiled as one when called eagerly

@@ -93,20 +93,27 @@ class ArrayNF4(QuantizedArray):
     def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
         if self.group_absmax is None or self.offset is None:
             return None
+        count, groups = math.prod(self.scales.shape[-2:]), self.group_absmax.shape[-1]
+        if groups != -(-count // GROUP):
+            raise ValueError(
+                f"These are {count} of the 8-bit scales of an ArrayNF4, and the {groups} groups of {GROUP} of all of "
+                "them: a piece of such an array does not know its place. Cut its .plain(), which has float32 scales."
+            )
         return self.scales, self.group_absmax, self.offset, jnp.asarray(dynamic_map())
 
     def levels(self, *code_parts: jax.Array) -> jax.Array:
         return _choose(unpack(code_parts[0], 2), LEVELS)
 
     def scale_values(self) -> jax.Array:
-        if self.group_absmax is None or self.offset is None:
+        coded = self.coded_scales()
+        if coded is None:
             return self.scales
-        values = jnp.take(dynamic_map(), self.scales.astype(jnp.int32), axis=0)
-        matrices = values.reshape(*values.shape[:-2], 1, math.prod(values.shape[-2:]))  # those of a matrix in a row
-        tops = jnp.repeat(self.group_absmax, GROUP, axis=-1)[..., : matrices.shape[-1]]
-        return (matrices * tops.reshape(matrices.shape) + self.offset.reshape(*matrices.shape[:-1], 1)).reshape(
-            values.shape
-        )
+        codes, groups, offset, table = coded
+        # Each looks its group up by number. Groups repeated for their members in a row would not be cut as those are.
+        matrix = codes.shape[-2:]
+        number = jnp.arange(math.prod(matrix)).reshape(matrix) // GROUP
+        tops = jnp.take(groups.reshape(*codes.shape[:-2], groups.shape[-1]), number, axis=-1)
+        return jnp.take(table, codes.astype(jnp.int32), axis=0) * tops + offset
 
     @property
     def packed(self) -> jax.Array:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lowbit.formats._blocks import WHOLE, axis_slice, span_of, spread
 from lowbit.formats._quantized import QuantizedArray
 
 
@@ -36,3 +37,16 @@ def matmul(
         out_sharding=out_sharding,
     )
     return y.astype(dtype)
+
+
+def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
+    """The rows of a matrix as stored, for row numbers of shape (..., 1) that are all inside of it."""
+
+    def chosen(part: jax.Array, spans: tuple[int, ...]) -> jax.Array:
+        span = span_of(spans, -2)
+        return part[0] if span == WHOLE else jnp.take(part, rows[..., 0] // span, axis=0, mode="clip")
+
+    spans = w.part_spans()
+    codes = w.levels(*(chosen(getattr(w, name), spans[name]) for name in w.packing))
+    scales = spread(chosen(lax.stop_gradient(w.scale_values()), w.spans), w.spans[-1:], w.stored_shape[-1:])
+    return (axis_slice(codes, -1, 0, w.stored_shape[-1]) * scales).astype(w.dtype)

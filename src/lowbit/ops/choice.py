@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
 from jax import lax
+
+from lowbit.runtime._compat import match_varying
 
 
 def first(*choices: Any) -> Any:
@@ -18,5 +21,13 @@ def by_platform(
     """The kernel of the platform for which the program is lowered, the reference on others."""
     if not kernels:
         return reference(*operands, **params)
-    chosen = {platform: partial(kernel, **params) for platform, kernel in kernels.items()}
+    # JAX does not look into a kernel, so that over which axes of a shard_map its result differs has to be said.
+    def typed(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*operands: Any) -> Any:
+            results, tree = jax.tree.flatten(kernel(*operands, **params))
+            return jax.tree.unflatten(tree, match_varying([*results, *jax.tree.leaves(operands)])[: len(results)])
+
+        return call
+
+    chosen = {platform: typed(kernel) for platform, kernel in kernels.items()}
     return lax.platform_dependent(*operands, default=partial(reference, **params), **chosen)

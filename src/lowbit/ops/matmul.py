@@ -21,6 +21,7 @@ from lowbit.kernels._table import compute, find_kernels, use_kernel
 from lowbit.runtime._compat import match_varying
 
 from .choice import by_platform, first
+from .pieces import Product, explicit_axes, over_devices
 
 matmul_p = Primitive("lowbit_matmul")
 _STATIC = ("contract", "dtype", "precision", "out_sharding", "arithmetic")
@@ -62,8 +63,19 @@ def matmul(
 
 # A compiled function remembers its traces, so a product of the same kind is not traced again.
 @partial(jax.jit, static_argnames=("tree", "kernels", *_STATIC))
-def _program(x: jax.Array, *parts: jax.Array, tree: Any, kernels: Any, **params: Any) -> jax.Array:
-    return by_platform(dict(kernels), reference.matmul, x, jax.tree.unflatten(tree, parts), **params)
+def _program(x: jax.Array, *parts: jax.Array, tree: Any, kernels: Any, dtype: Any, **params: Any) -> jax.Array:
+    w = jax.tree.unflatten(tree, parts)
+    if not kernels:
+        return reference.matmul(x, w, dtype=dtype, **params)
+    # Scales in 8 bits know their place in the whole matrix, which a piece of it does not.
+    w = w if jax.device_count() == 1 else w.plain()
+    multiply = partial(by_platform, dict(kernels), reference.matmul, **params | {"out_sharding": None})
+    product = Product(multiply, x, w, params["contract"], dtype)
+
+    def like(x: jax.Array, *parts: jax.Array) -> jax.Array:
+        return reference.matmul(x, jax.tree.unflatten(product.tree, parts), dtype=dtype, **params)
+
+    return over_devices(product, x, *jax.tree.leaves(w), like=like)
 
 
 @matmul_p.def_abstract_eval
@@ -104,14 +116,10 @@ def _transpose(
     if type(cotangent) is ad.Zero:
         return [None] * (1 + len(parts))
     params |= {"dtype": x.aval.dtype, "arithmetic": "exact"}
-    if params["out_sharding"] is not None or _has_explicit_axes(x.aval):
+    if params["out_sharding"] is not None or explicit_axes(x.aval):
         params |= {"out_sharding": x.aval.sharding}
     w = jax.tree.unflatten(tree, parts)
     return [matmul(cotangent, w, contract=-3 - contract, **params), *[None] * len(parts)]
-
-
-def _has_explicit_axes(aval: Any) -> bool:
-    return any(kind == jax.sharding.AxisType.Explicit for kind in aval.sharding.mesh.axis_types)
 
 
 def _batched(operands: Any, dims: Any, *, tree: Any, program: ClosedJaxpr, out_sharding: Any, **params: Any) -> Any:

@@ -1,16 +1,38 @@
 """Rows of a quantized matrix, decoded: the look-up of an embedding."""
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
 
 from lowbit.formats._quantized import QuantizedArray
+from lowbit.kernels import reference
 from lowbit.kernels._table import find_kernels, use_kernel
 
 from .choice import by_platform, first
+from .pieces import Rows, over_devices
 
 
-def take(default: Callable[..., jax.Array], w: QuantizedArray, rows: jax.Array) -> jax.Array:
-    """`default(w, rows)`, the rows of a matrix as stored, by a kernel where there is one."""
+def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
+    """The rows of a matrix as stored, for row numbers of shape (..., 1) that are all inside of it."""
     kernels = find_kernels("take", w, rows) if first(use_kernel.value, w.use_kernel) else {}
-    return by_platform(kernels, default, w, rows)
+    look_up = partial(by_platform, kernels, reference.take)
+
+    @custom_vmap
+    def call(w: QuantizedArray, rows: jax.Array) -> jax.Array:
+        # Scales in 8 bits know their place in the whole matrix, which a piece of it does not.
+        w = w if jax.device_count() == 1 else w.plain()
+        pieces = Rows(look_up, w, rows)
+        return over_devices(pieces, rows, *jax.tree.leaves(w), like=pieces)
+
+    @call.def_vmap
+    def _(size: int, mapped: Any, w: QuantizedArray, rows: jax.Array) -> tuple[jax.Array, bool]:
+        del size
+        if not any(jax.tree.leaves(mapped[0])):
+            return call(w, rows), True  # more rows of the same matrix
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped)
+        return jax.vmap(reference.take, axes)(w, rows), True
+
+    return call(lax.stop_gradient(w), rows)

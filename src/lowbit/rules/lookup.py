@@ -94,7 +94,7 @@ def _(
 
     inside = jnp.clip(indices, 0, last)
     whole_rows = ndim == 2 and looked_up == [0] and kept == [1] and dims.offset_dims == (indices.ndim - 1,)
-    y = take(decoded, w, inside) if whole_rows else decoded(w, inside)
+    y = take(w, inside) if whole_rows else decoded(w, inside)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         outside = jnp.any((indices < 0) | (indices > last), axis=-1)
         batch = [a for a in range(y.ndim) if a not in dims.offset_dims]

@@ -94,9 +94,23 @@ class ImplicitArray:
         """The same array with no work deferred; what `implicit` returns to its caller."""
         return self
 
-    def part_specs(self, spec: jax.sharding.PartitionSpec) -> Any:
-        """The PartitionSpec of each field, as a tree like this array, for a PartitionSpec of the array."""
+    def plain(self) -> Self:
+        """The same array stored such that a piece of its parts is a piece of it."""
+        return self
+
+    def part_specs(self, spec: jax.sharding.PartitionSpec, mesh: Any = None) -> Any:
+        """The PartitionSpec of each field, as a tree like this array, for a PartitionSpec of the array.
+
+        With a mesh, raises a `ValueError` where the parts cannot be cut like that.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say how its parts are sharded.")
+
+    def part_shardings(self, sharding: Any) -> Any:
+        """The sharding of each field, as a tree like this array, for a sharding of the array."""
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            return jax.tree.map(lambda _: sharding, self)
+        specs = self.part_specs(sharding.spec, sharding.mesh)
+        return jax.tree.map(lambda _, spec: sharding.update(spec=spec), self, specs)
 
     def logical_spec(self) -> jax.sharding.PartitionSpec | None:
         """The PartitionSpec of the array on a mesh with explicit axes; None for a replicated one."""

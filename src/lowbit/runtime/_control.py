@@ -15,7 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters import ad
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ._array import ImplicitArray, dense, is_implicit
 from ._interpret import go_dense, interpret, run
@@ -35,21 +35,35 @@ for _name in ("copy", "pvary", "optimization_barrier", "stop_gradient"):
     register(_name)(_leafwise)
 
 
+# --- shardings speak of the array, and its parts are laid out accordingly
+
+
 @register("sharding_constraint")
 def _(primitive: Any, operand: ImplicitArray, *, sharding: Any, **params: Any) -> Any:
     del primitive, params
     return _constrained(operand, sharding)
 
 
+@register("reshard")
+def _(primitive: Any, operand: ImplicitArray, *, dst_sharding: Any, **params: Any) -> Any:
+    return jax.tree.map(
+        lambda part, sharding: primitive.bind(part, dst_sharding=sharding, **params),
+        operand,
+        operand.part_shardings(dst_sharding),
+    )
+
+
+@register("device_put")
+def _(*operands: Any, devices: Sequence[Any], **params: Any) -> Any:
+    del params  # whether it may share memory is no matter inside of a program
+    targets = [x.part_shardings(to) if is_implicit(x) else to for x, to in zip(operands, devices, strict=True)]
+    return [jax.device_put(x, to) for x, to in zip(operands, targets, strict=True)]
+
+
 def _constrained(value: Any, sharding: Any) -> Any:
     if not is_implicit(value):
         return lax.with_sharding_constraint(value, sharding)
-    specs = value.part_specs(sharding.spec)
-    return jax.tree.map(
-        lambda part, spec: lax.with_sharding_constraint(part, NamedSharding(sharding.mesh, spec)),
-        value,
-        specs,
-    )
+    return jax.tree.map(lax.with_sharding_constraint, value, value.part_shardings(sharding))
 
 
 # --- calls
@@ -118,6 +132,8 @@ def _(*operands: Any, jaxpr: Jaxpr, prevent_cse: Any, differentiated: bool, poli
 
 @register("shard_map")
 def _(*operands: Any, jaxpr: Jaxpr, mesh: Any, in_specs: Any, out_specs: Any, check_vma: bool, **axes: Any) -> Any:
+    operands = tuple(x.plain() if is_implicit(x) else x for x in operands)
+
     def on_shards(fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         manual = axes["newly_manual_axes" if "newly_manual_axes" in axes else "manual_axes"]
         specs = tuple(map(_part_specs, operands, in_specs))

@@ -1,0 +1,233 @@
+"""Operations over several devices: each runs the operation on its own piece of what is stored.
+
+The compiler cannot look into a kernel, and left to itself it would move codes and scales one by one. So an operation
+says which axes of its operands are one and the same, and what to do where an axis is cut that it sums over.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lowbit.formats._blocks import WHOLE, span_of
+from lowbit.formats._quantized import QuantizedArray
+from lowbit.runtime._compat import varying_axes
+
+Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names
+
+
+class Pieces(Protocol):
+    """An operation that can be cut."""
+
+    def __call__(self, *operands: jax.Array) -> jax.Array:
+        """The operation on what one device has."""
+        ...
+
+    def rule(self) -> tuple[str, dict[str, int]]:
+        """Which axes are one and the same, in the notation of Shardy, and the sizes of those it cannot see."""
+        ...
+
+    def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
+        """How the operands must lie for it, how the result does then, and what each device runs."""
+        ...
+
+
+def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
+    """The operation, each device on its own piece. `like` is a program of the same type in JAX's own operations."""
+    if jax.device_count() == 1 or varying_axes(operands[0]):  # varying: in shard_map the operands are a device's own
+        return operation(*operands)
+    # Compiled for itself, since what is cut may not hold constants, and the reference of a format may.
+    call = custom_partitioning(jax.jit(lambda *operands: operation(*operands)))
+    rule, sizes = operation.rule()
+
+    def partition(mesh: Mesh, operands: Any, result: Any) -> Any:
+        shardings, out, on_each_device = operation.cut(mesh, operands)
+        return mesh, on_each_device, out, shardings
+
+    call.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, operands, result: operation.cut(mesh, operands)[1],
+        sharding_rule=rule,
+        **sizes,
+    )
+    explicit = explicit_axes(*map(jax.typeof, operands))
+    if not explicit:
+        return call(*operands)
+    # Where shardings are types, the result has the one that JAX's own operations would give it.
+    out: Any = jax.eval_shape(like, *operands)
+    return jax.sharding.auto_axes(call, axes=explicit, out_sharding=out.sharding)(*operands)
+
+
+def explicit_axes(*types: Any) -> tuple[str, ...]:
+    """The axes of the mesh that are part of the types."""
+    mesh = next((mesh for type in types if not (mesh := type.sharding.mesh).empty), None)
+    if mesh is None:
+        return ()
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
+def entries(operand: Any) -> list[Entry]:
+    """How each axis of an operand is cut."""
+    spec = getattr(operand.sharding, "spec", ())
+    return [*spec, *[None] * (len(operand.shape) - len(spec))]
+
+
+def names_in(entry: Entry) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+class Taken:
+    """Mesh axes that are taken: an axis cuts one axis of the operation, and only into whole pieces."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.names = mesh, set[str]()
+
+    def take(self, entry: Entry, counts: Sequence[int]) -> Entry:
+        names = names_in(entry)
+        pieces = math.prod(self.mesh.shape[name] for name in names)
+        if not names or self.names & set(names) or any(count % pieces for count in counts):
+            return None
+        self.names.update(names)
+        return entry
+
+    def stored(self, w: QuantizedArray, axis: int, entry: Entry) -> Entry:
+        """An axis of a stored array, of which no block and no byte is cut."""
+        spans = w.part_spans()
+        return self.take(entry, [getattr(w, part).shape[axis] for part in spans if span_of(spans[part], axis) != WHOLE])
+
+    def place(self, *spec: Entry) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+
+class Factors:
+    """The names of axes in a rule of Shardy.
+
+    The codes say how an array is cut, and the other parts follow: each of their axes is one of its own in the rule.
+    """
+
+    def __init__(self) -> None:
+        self.names = (f"f{i}" for i in itertools.count())
+        self.sizes: dict[str, int] = {}
+
+    def new(self, count: int) -> list[str]:
+        return list(itertools.islice(self.names, count))
+
+    def axis(self, w: QuantizedArray, axis: int) -> tuple[str, str]:
+        """An axis as the codes have it, and as the array has it: bytes, and bytes times the codes in a byte."""
+        (stored,) = self.new(1)
+        packing = span_of(w.part_spans()["codes"], axis)
+        if packing == 1:
+            return stored, stored
+        (inner,) = self.new(1)
+        if w.stored_shape[axis] % packing:
+            return stored, inner  # the last byte belongs to one device, and so does the axis
+        self.sizes[inner] = packing
+        return stored, f"({stored} {inner})"
+
+    def parts(self, w: QuantizedArray, codes: Sequence[str], index: Sequence[str] = ()) -> list[str]:
+        """The parts of an array whose codes have these axes."""
+
+        def part(part: Any, _: Any) -> str:
+            return " ".join(codes if part is w.codes else self.new(len(part.shape)))
+
+        return jax.tree.leaves(w.map_parts(part, index=None if w.index is None else " ".join(index)))
+
+
+class Product:
+    """y[*batch, *rows, n] = sum_k x[*batch, *rows, k] * w[*batch, k, n], or w[*batch, n, k] for contract = -1."""
+
+    def __init__(self, multiply: Callable[..., jax.Array], x: jax.Array, w: QuantizedArray, contract: int, dtype: Any):
+        self.multiply, self.contract, self.dtype = multiply, contract, dtype
+        self.tree = jax.tree.structure(w)
+        self.x, self.w = jax.eval_shape(lambda x, w: (x, w), x, w)
+
+    def __call__(self, x: jax.Array, *parts: jax.Array) -> jax.Array:
+        return self.multiply(x, jax.tree.unflatten(self.tree, parts), dtype=self.dtype)
+
+    def rule(self) -> tuple[str, dict[str, int]]:
+        factors = Factors()
+        layers = 0 if self.w.index is None else 1
+        index = factors.new(0 if self.w.index is None else self.w.index.ndim)
+        lead = factors.new(len(self.w.stored_shape) - 2 - layers)
+        rows = factors.new(len(self.x.shape) - len(index) - len(lead) - 1)
+        stack = factors.new(layers)
+        matrix = {axis: factors.axis(self.w, axis) for axis in (-2, -1)}
+        k, n = (matrix[axis][1] for axis in (self.contract, -3 - self.contract))
+        parts = factors.parts(self.w, [*stack, *lead, matrix[-2][0], matrix[-1][0]], index)
+        operands = [" ".join([*index, *lead, *rows, k]), *parts]
+        return ", ".join(operands) + " -> " + " ".join([*index, *lead, *rows, n]), factors.sizes
+
+    def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
+        """Rows stay where they are. A weight that is cut over the same devices as they are is gathered as stored."""
+        w, taken = self.w, Taken(mesh)
+        x, codes = entries(operands[0]), entries(operands[1])
+        batch = len(w.shape) - 2
+        layers = 0 if w.index is None else 1
+        rows = [taken.take(x[axis], [self.x.shape[axis]]) for axis in range(batch, len(self.x.shape) - 1)]
+        k, n = (taken.stored(w, axis, codes[axis]) for axis in (self.contract, -3 - self.contract))
+        lead = [taken.take(codes[a], [w.stored_shape[a]]) for a in range(layers, len(w.stored_shape) - 2)]
+        index = [taken.take(x[axis], [self.x.shape[axis]]) for axis in range(batch - len(lead))]
+        matrix = {self.contract: k, -3 - self.contract: n}
+
+        def part(_: Any, spans: tuple[int, ...]) -> NamedSharding:
+            own = (None if span_of(spans, axis) == WHOLE else matrix[axis] for axis in (-2, -1))
+            return taken.place(*[None] * layers, *lead, *own)
+
+        parts = w.map_parts(part, index=None if w.index is None else taken.place(*index))
+        summed = names_in(k)
+
+        def on_each_device(x: jax.Array, *parts: jax.Array) -> jax.Array:
+            if not summed:
+                return self(x, *parts)
+            y = self.multiply(x, jax.tree.unflatten(self.tree, parts), dtype=jnp.promote_types(self.dtype, jnp.float32))
+            return lax.psum(y, summed).astype(self.dtype)
+
+        shardings = (taken.place(*index, *lead, *rows, k), *jax.tree.leaves(parts))
+        return shardings, taken.place(*index, *lead, *rows, n), on_each_device
+
+
+class Rows:
+    """Rows of a stored matrix, for row numbers of shape (..., 1)."""
+
+    def __init__(self, look_up: Callable[..., jax.Array], w: QuantizedArray, rows: jax.Array):
+        self.look_up = look_up
+        self.tree = jax.tree.structure(w)
+        self.w, self.rows = jax.eval_shape(lambda w, rows: (w, rows), w, rows)
+
+    def __call__(self, rows: jax.Array, *parts: jax.Array) -> jax.Array:
+        return self.look_up(jax.tree.unflatten(self.tree, parts), rows)
+
+    def rule(self) -> tuple[str, dict[str, int]]:
+        factors = Factors()
+        lead, (one, row) = factors.new(len(self.rows.shape) - 1), factors.new(2)
+        stored, column = factors.axis(self.w, -1)
+        operands = [" ".join([*lead, one]), *factors.parts(self.w, [row, stored])]
+        return ", ".join(operands) + " -> " + " ".join([*lead, column]), factors.sizes
+
+    def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
+        """The matrix stays where it is; each device looks up the rows that it has, and they are added up."""
+        w, taken = self.w, Taken(mesh)
+        codes, rows = entries(operands[1]), entries(operands[0])
+        matrix = {axis: taken.stored(w, axis, codes[axis]) for axis in (-2, -1)}
+        lead = [taken.take(rows[axis], [self.rows.shape[axis]]) for axis in range(len(self.rows.shape) - 1)]
+        holders = names_in(matrix[-2])
+        held = w.stored_shape[-2] // math.prod(mesh.shape[name] for name in holders)
+
+        def on_each_device(rows: jax.Array, *parts: jax.Array) -> jax.Array:
+            if not holders:
+                return self(rows, *parts)
+            here = rows - lax.axis_index(holders) * held
+            found = self(jnp.clip(here, 0, held - 1), *parts)
+            return lax.psum(jnp.where((here >= 0) & (here < held), found, 0), holders)
+
+        def part(_: Any, spans: tuple[int, ...]) -> NamedSharding:
+            return taken.place(*(None if span_of(spans, axis) == WHOLE else matrix[axis] for axis in (-2, -1)))
+
+        shardings = (taken.place(*lead, None), *jax.tree.leaves(w.map_parts(part)))
+        return shardings, taken.place(*lead, matrix[-1]), on_each_device
