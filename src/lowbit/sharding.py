@@ -59,7 +59,7 @@ def shardings(tree: Any, logical: Any) -> Any:
         if isinstance(given, PartitionSpec):
             mesh = mesh_in_context()
             if mesh is None:
-                raise ValueError(f"{given} is a PartitionSpec and no mesh is set: pass a NamedSharding, or jax.set_mesh.")
+                raise ValueError(f"{given} needs a mesh: pass a NamedSharding, or set one by jax.set_mesh.")
             given = NamedSharding(mesh, given)
         if is_implicit(array):
             return None if given is None else array.part_shardings(given)

@@ -11,8 +11,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
-from lowbit import Report, quantize_tree
+from lowbit import Report, quantize_tree, shardings
 from lowbit.io.convert import is_stored, plain_fields
 from lowbit.io.gguf import GGUFFile
 from lowbit.io.source import Tensors, open_tensors
@@ -102,6 +103,17 @@ class LanguageModel:
             self.params, rules, fn=lambda p, t: llama.forward(self.config, p, t)[0], args=(tokens,), strict=strict
         )
         return dataclasses.replace(self, params=params), report
+
+    def sharded(self, mesh: Mesh, axis: str = "model") -> Self:
+        """The same model with every weight cut over an axis of a mesh, and whole heads on each device."""
+        where = jax.tree.map(partial(NamedSharding, mesh), llama.specs(self.params, axis))
+        params = jax.device_put(self.params, shardings(self.params, where))
+        if self.config.kv_heads % mesh.shape[axis]:
+            raise ValueError(
+                f"{self.config.heads} heads that share {self.config.kv_heads} keys cannot be cut over the "
+                f"{mesh.shape[axis]} devices of {axis!r}. {math.gcd(self.config.kv_heads, mesh.shape[axis])} would do."
+            )
+        return dataclasses.replace(self, params=params)
 
     def cache(self, length: int) -> Any:
         """An empty cache for at least `length` tokens."""

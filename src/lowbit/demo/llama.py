@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import lowbit
 from lowbit.io.source import Tensors
@@ -158,6 +159,21 @@ def load(file: Tensors, fields: Mapping[str, Any], *, as_stored: bool = False) -
     if layout.head in file:
         params["head"] = tensor(layout.head).T
     return config, params
+
+
+def specs(params: Params, axis: str = "model") -> Params:
+    """Tensor parallelism: how each parameter is cut over a mesh axis, so that a layer adds up twice and moves no weight.
+
+    Columns of what reads the stream, rows of what writes to it; heads go whole to a device if it divides their number.
+    """
+    columns, rows = PartitionSpec(None, None, axis), PartitionSpec(None, axis, None)
+    cut = {"o": rows, "down": rows, "attn_norm": PartitionSpec(), "mlp_norm": PartitionSpec()}
+    placed: Params = {
+        "embed": PartitionSpec(axis, None),
+        "layers": {name: cut.get(name, columns) for name in params["layers"]},
+        "norm": PartitionSpec(),
+    }
+    return placed | ({"head": PartitionSpec(None, axis)} if "head" in params else {})
 
 
 def new_cache(config: LlamaConfig, length: int, formats: Formats = DENSE) -> Cache:

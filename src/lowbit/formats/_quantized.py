@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lowbit.runtime import ImplicitArray, aux_field
 from lowbit.runtime._compat import mesh_in_context
@@ -443,6 +443,14 @@ def check_pieces(
                 f"a piece must hold {f'whole blocks of {block} elements' if block > 1 else 'as much as the others'}. "
                 f"{fits} {'device' if fits == 1 else 'devices'} would do."
             )
+
+
+def explicit_axes(*types: Any) -> tuple[str, ...]:
+    """The axes of the mesh that are part of the types."""
+    mesh = next((mesh for type in types if not (mesh := type.sharding.mesh).empty), None)
+    if mesh is None:
+        return ()
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
 @partial(jax.jit, inline=True)  # compiled as one when called eagerly

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from lowbit.ops.encode import encode
 
@@ -29,6 +30,7 @@ from ._quantized import (
     axis_spans,
     checked_dtype,
     checked_input,
+    explicit_axes,
     finite_or_nan,
     raise_if_not_finite,
     register_format,
@@ -113,7 +115,7 @@ class ArrayNF4(QuantizedArray):
         matrix = codes.shape[-2:]
         number = jnp.arange(math.prod(matrix)).reshape(matrix) // GROUP
         tops = jnp.take(groups.reshape(*codes.shape[:-2], groups.shape[-1]), number, axis=-1)
-        return jnp.take(table, codes.astype(jnp.int32), axis=0) * tops + offset
+        return _looked_up(table, codes) * tops + offset
 
     @property
     def packed(self) -> jax.Array:
@@ -137,11 +139,27 @@ def _choose(codes: jax.Array, values: np.ndarray) -> jax.Array:
     return chosen[0]
 
 
+def _looked_up(table: jax.Array, codes: jax.Array) -> jax.Array:
+    """`table[codes]`, cut as the codes are, which a mesh with explicit axes must be told."""
+    told = {"out_sharding": jax.typeof(codes).sharding} if explicit_axes(jax.typeof(codes)) else {}
+    return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds", **told)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool) -> dict[str, Any]:
     codes, scales = encode(_by_jax, array, spans, "nf4")
     parts = {"codes": codes, "scales": scales, "group_absmax": None, "offset": None}
-    return parts | (_encode_scales(scales) if double_quant else {})
+    if not double_quant:
+        return parts
+    explicit = explicit_axes(jax.typeof(scales))
+    if not explicit:
+        return parts | _encode_scales(scales)
+    # Groups are of all scales of a matrix, wherever they lie. JAX would be told how for each step.
+    where: Any = jax.typeof(scales).sharding
+    groups = PartitionSpec(*where.spec[:-2], *[None] * min(scales.ndim, 2))
+    out = {"scales": where.spec, "group_absmax": groups, "offset": groups}
+    encode_scales: Any = jax.sharding.auto_axes(_encode_scales, axes=explicit, out_sharding=out)
+    return parts | encode_scales(scales)
 
 
 def _by_jax(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -21,6 +21,7 @@ def by_platform(
     """The kernel of the platform for which the program is lowered, the reference on others."""
     if not kernels:
         return reference(*operands, **params)
+
     # JAX does not look into a kernel, so that over which axes of a shard_map its result differs has to be said.
     def typed(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*operands: Any) -> Any:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats._quantized import QuantizedArray, explicit_axes
 from lowbit.kernels import reference
 from lowbit.kernels._table import compute, find_kernels, use_kernel
 from lowbit.runtime._compat import match_varying
 
 from .choice import by_platform, first
-from .pieces import Product, explicit_axes, over_devices
+from .pieces import Product, over_devices
 
 matmul_p = Primitive("lowbit_matmul")
 _STATIC = ("contract", "dtype", "precision", "out_sharding", "arithmetic")

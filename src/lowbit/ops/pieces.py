@@ -6,7 +6,7 @@ says which axes of its operands are one and the same, and what to do where an ax
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -16,8 +16,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowbit.formats._blocks import WHOLE, span_of
-from lowbit.formats._quantized import QuantizedArray
-from lowbit.runtime._compat import varying_axes
+from lowbit.formats._quantized import QuantizedArray, explicit_axes
+from lowbit.runtime._compat import can_cut_explicit_axes
 
 Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names
 
@@ -29,7 +29,7 @@ class Pieces(Protocol):
         """The operation on what one device has."""
         ...
 
-    def rule(self) -> tuple[str, dict[str, int]]:
+    def rule(self) -> tuple[str, dict[str, Any]]:
         """Which axes are one and the same, in the notation of Shardy, and the sizes of those it cannot see."""
         ...
 
@@ -39,9 +39,14 @@ class Pieces(Protocol):
 
 
 def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
-    """The operation, each device on its own piece. `like` is a program of the same type in JAX's own operations."""
-    if jax.device_count() == 1 or varying_axes(operands[0]):  # varying: in shard_map the operands are a device's own
+    """The operation, each device on its own piece. `like` is the same in operations that JAX can cut by itself."""
+    kinds = {kind for type in map(jax.typeof, operands) for kind in type.sharding.mesh.axis_types}
+    if jax.device_count() == 1 or kinds == {AxisType.Manual}:  # in shard_map the operands are a device's own
         return operation(*operands)
+    explicit = explicit_axes(*map(jax.typeof, operands))
+    # In a shard_map over some axes of the mesh JAX knows no call that is cut.
+    if AxisType.Manual in kinds or (explicit and not can_cut_explicit_axes()):
+        return like(*operands)
     # Compiled for itself, since what is cut may not hold constants, and the reference of a format may.
     call = custom_partitioning(jax.jit(lambda *operands: operation(*operands)))
     rule, sizes = operation.rule()
@@ -56,20 +61,12 @@ def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., ja
         sharding_rule=rule,
         **sizes,
     )
-    explicit = explicit_axes(*map(jax.typeof, operands))
     if not explicit:
         return call(*operands)
     # Where shardings are types, the result has the one that JAX's own operations would give it.
     out: Any = jax.eval_shape(like, *operands)
-    return jax.sharding.auto_axes(call, axes=explicit, out_sharding=out.sharding)(*operands)
-
-
-def explicit_axes(*types: Any) -> tuple[str, ...]:
-    """The axes of the mesh that are part of the types."""
-    mesh = next((mesh for type in types if not (mesh := type.sharding.mesh).empty), None)
-    if mesh is None:
-        return ()
-    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    automatic: Any = jax.sharding.auto_axes(call, axes=explicit, out_sharding=out.sharding)
+    return automatic(*operands)
 
 
 def entries(operand: Any) -> list[Entry]:
@@ -113,7 +110,7 @@ class Factors:
 
     def __init__(self) -> None:
         self.names = (f"f{i}" for i in itertools.count())
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, Any] = {}
 
     def new(self, count: int) -> list[str]:
         return list(itertools.islice(self.names, count))
@@ -150,7 +147,7 @@ class Product:
     def __call__(self, x: jax.Array, *parts: jax.Array) -> jax.Array:
         return self.multiply(x, jax.tree.unflatten(self.tree, parts), dtype=self.dtype)
 
-    def rule(self) -> tuple[str, dict[str, int]]:
+    def rule(self) -> tuple[str, dict[str, Any]]:
         factors = Factors()
         layers = 0 if self.w.index is None else 1
         index = factors.new(0 if self.w.index is None else self.w.index.ndim)
@@ -203,7 +200,7 @@ class Rows:
     def __call__(self, rows: jax.Array, *parts: jax.Array) -> jax.Array:
         return self.look_up(jax.tree.unflatten(self.tree, parts), rows)
 
-    def rule(self) -> tuple[str, dict[str, int]]:
+    def rule(self) -> tuple[str, dict[str, Any]]:
         factors = Factors()
         lead, (one, row) = factors.new(len(self.rows.shape) - 1), factors.new(2)
         stored, column = factors.axis(self.w, -1)

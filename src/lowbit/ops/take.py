@@ -24,8 +24,8 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     def call(w: QuantizedArray, rows: jax.Array) -> jax.Array:
         # Scales in 8 bits know their place in the whole matrix, which a piece of it does not.
         w = w if jax.device_count() == 1 else w.plain()
-        pieces = Rows(look_up, w, rows)
-        return over_devices(pieces, rows, *jax.tree.leaves(w), like=pieces)
+        like = Rows(reference.take, w, rows)
+        return over_devices(Rows(look_up, w, rows), rows, *jax.tree.leaves(w), like=like)
 
     @call.def_vmap
     def _(size: int, mapped: Any, w: QuantizedArray, rows: jax.Array) -> tuple[jax.Array, bool]:

@@ -65,3 +65,9 @@ def mesh_in_context() -> Any:
     get_mesh = getattr(jax.sharding, "get_mesh", None)
     mesh = get_mesh() if get_mesh else None
     return None if mesh is None or mesh.empty else mesh
+
+
+def can_cut_explicit_axes() -> bool:
+    """Whether a call that says how it is cut compiles under a mesh whose axes are part of the types."""
+    # Up to 0.9 the pieces carry shardings that the compiler does not know.
+    return jax.__version_info__ >= (0, 10)
