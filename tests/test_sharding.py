@@ -1,9 +1,16 @@
 """Meshes of virtual devices: shard_map on either side, shardings of jit, explicit axes."""
 
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import Layout, assert_close, assert_same_bits
 from jax import lax
@@ -12,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit
 from lowbit import implicit
+from lowbit.runtime._compat import can_cut_explicit_axes
 from lowbit.testing import dense_weights
 
 
@@ -60,6 +68,8 @@ def test_quantizing_keeps_the_sharding(layout: Layout, mesh) -> None:
         q = quantize(w)
         assert q.sharding == w.sharding
         assert_close(q, layout.quantize(jax.device_get(w)))
+        moved = collectives(jax.jit(quantize).lower(w).compile().as_text())
+        assert not any("all-gather" in kind or f"{K},{N // 2}" in kind for kind in moved)
 
 
 def test_a_block_is_never_cut() -> None:
@@ -72,6 +82,94 @@ def test_a_block_is_never_cut() -> None:
         q.T.with_sharding(NamedSharding(mesh, P("x")))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         jax.jit(lambda q: q.with_sharding(P(None, "x")))(q)
+    columns = NamedSharding(mesh, P(None, "x"))
+    with pytest.raises(ValueError, match=message):
+        lowbit.shardings(q, columns)
+    with pytest.raises(ValueError, match=message):
+        implicit(lambda q: lax.with_sharding_constraint(q, columns))(q)
+    with pytest.raises(ValueError, match=message):
+        implicit(lambda q: jax.device_put(q, columns))(q)
+    # Nor when an array that lies so is quantized.
+    with pytest.raises(ValueError, match=message):
+        lowbit.quantize(jax.device_put(jnp.ones((K, N)), columns))
+
+
+# --- shardings of trees
+
+
+def test_shardings_of_a_tree(layout: Layout) -> None:
+    mesh = grid()
+    params = {"mlp": [weight(layout), weight(layout).T], "norm": jnp.ones(N), "step": 3}
+    columns, rows, everywhere = (NamedSharding(mesh, spec) for spec in (P(None, "model"), P("model", None), P()))
+    where = {"mlp": [columns, rows], "norm": everywhere, "step": everywhere}
+    placed = jax.device_put(params, lowbit.shardings(params, where))
+    assert [w.sharding for w in placed["mlp"]] == [columns, rows] and placed["norm"].sharding == everywhere
+    for w, before in zip(placed["mlp"], params["mlp"], strict=True):
+        assert_same_bits(w, before)
+        assert w.codes.addressable_shards[0].data.size == w.codes.size // 4
+
+    # A sharding for a subtree, types in the place of arrays, and both ends of jit.
+    types = jax.eval_shape(lambda: params["mlp"][:1])
+    parts = lowbit.shardings(types, columns)
+    (w,) = jax.jit(lambda ws: ws, in_shardings=(parts,), out_shardings=parts)(params["mlp"][:1])
+    assert w.sharding == columns
+    assert_same_bits(w, params["mlp"][0])
+
+    with jax.set_mesh(mesh):
+        named = lowbit.shardings(params, {"mlp": [P(None, "model"), P("model")], "norm": P(), "step": P()})
+    assert named["norm"] == everywhere and named["mlp"][0].codes == columns
+    assert lowbit.shardings(params, None) == {"mlp": [None, None], "norm": None, "step": None}
+    assert lowbit.specs(params, where)["mlp"][0].codes == P(None, "model")
+
+
+def test_shardings_name_what_is_wrong() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    params = {"layers": {"o": lowbit.quantize(jnp.ones((64, 576)))}, "norm": jnp.ones(36)}
+    everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    wrong = r"^layers/o: Axis -1 of length 576 cannot be cut over the 8 devices .* 64 elements. 3 devices would do.$"
+    with pytest.raises(ValueError, match=wrong):
+        lowbit.shardings(params, {"layers": NamedSharding(mesh, P(None, "x")), "norm": everywhere})
+    with pytest.raises(ValueError, match=r"^norm: Axis -1 of length 36 .* 8 devices .* as the others. 6 devices"):
+        lowbit.shardings(params, {"layers": everywhere, "norm": cut})
+    with pytest.raises(ValueError, match=r"^norm: .*'x'.* speaks of 2 axes, and the array has the shape \(36,\)"):
+        lowbit.shardings(params, {"layers": everywhere, "norm": NamedSharding(mesh, P(None, "x"))})
+    with pytest.raises(ValueError, match=r"^norm: .* needs a mesh"):
+        lowbit.shardings(params, {"layers": everywhere, "norm": P("x")})
+    with pytest.raises(ValueError, match=r"structure|keys"):
+        lowbit.shardings(params, {"layers": everywhere})
+
+
+def test_a_bare_sharding_meets_the_parts() -> None:
+    """Why `shardings` is there."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    q = lowbit.Array8B(jnp.ones((64, 32)), axis=-2)
+    rows = NamedSharding(mesh, P("x", None))
+    with pytest.raises(ValueError, match=r"axis 0 is partitioned 2 times|divisible by 2"):
+        jax.device_put(q, rows)
+    assert jax.device_put(q, lowbit.shardings(q, rows)).sharding == rows
+
+
+def test_device_put_inside_of_implicit(layout: Layout, mesh) -> None:
+    columns = NamedSharding(mesh, P(None, "x"))
+    with lowbit.materialization("error"):
+        q, x = implicit(lambda q, x: jax.device_put((q, x), columns))(weight(layout), activations())
+    assert x.sharding == columns and q.sharding == columns
+    assert_same_bits(q, weight(layout))
+    device = jax.devices()[3]
+    assert implicit(lambda q: jax.device_put(q, device))(weight(layout)).codes.devices() == {device}
+
+
+def test_pieces_of_scales_in_eight_bits(mesh) -> None:
+    q = lowbit.ArrayNF4.quantize(jax.random.normal(jax.random.key(0), (128, 512)), axis=-2, double_quant=True)
+    options = {"mesh": mesh, "out_specs": P(None, "x")}
+    columns = P(None, "x")
+    outside = jax.shard_map(lambda x, w: x @ w, in_specs=(P(), lowbit.specs(q, columns)), **options)
+    with pytest.raises(ValueError, match=r"512 of the 8-bit scales .* 4 groups of 256 .* \.plain\(\)"):
+        outside(jnp.ones((2, 128)), q)
+    inside = implicit(jax.shard_map(lambda x, w: x @ w, in_specs=(P(), columns), **options))
+    assert_close(inside(jnp.ones((2, 128)), q), jnp.ones((2, 128)) @ q.materialize())
+    laid_out = q.with_sharding(NamedSharding(mesh, columns))
+    np.testing.assert_array_equal(laid_out.materialize(), q.materialize())
 
 
 # Column parallel without a collective, row parallel with one sum.
@@ -147,36 +245,171 @@ def test_inner_shardings_and_constraints_speak_of_the_logical_array(layout: Layo
     assert w.codes.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "x")), 2)
 
 
-def test_products_of_sharded_arrays_need_the_collectives_of_the_dense_program(layout: Layout, mesh) -> None:
-    x, q = activations(), weight(layout)
-    f = jax.jit(lambda x, w: x @ w)
-    columns, rows = sharded(q, mesh, P(None, "x")), sharded(q, mesh, P("x", None))
-    text = f.lower(x, columns).compile().as_text()
-    assert "all-gather" not in text and "all-reduce" not in text
-    text = f.lower(jax.device_put(x, NamedSharding(mesh, P(None, "x"))), rows).compile().as_text()
-    assert "all-gather" not in text and text.count("all-reduce(") == 1
-    assert_close(f(x, columns), x @ q.materialize())
-    assert_close(f(x, rows), x @ q.materialize())
+# --- what the compiled program moves
 
 
-def test_explicit_axes(layout: Layout) -> None:
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    x, q = activations(), weight(layout)
-    want = jax.grad(lambda x: jnp.sin(x @ q.materialize()).sum())(x)
-    with jax.set_mesh(mesh), lowbit.materialization("error"):
-        xs = jax.device_put(x, P("data", None))
-        columns = sharded(q, mesh, P(None, "model"))
-        f = implicit(lambda x, w: jnp.dot(x, w))
-        y = jax.jit(f)(xs, columns)
-        assert jax.typeof(y).sharding.spec == P("data", "model")
-        assert_close(y, x @ q.materialize())
-        grad = jax.jit(jax.grad(lambda x, w: jnp.sin(x @ w).sum()))(xs, columns)
-        assert jax.typeof(grad).sharding.spec == P("data", None)
-        assert_close(grad, want)
-        rows = sharded(q, mesh, P("model", None))
-        xs = jax.device_put(x, P("data", "model"))
-        f = implicit(lambda x, w: jnp.einsum("bk,kn->bn", x, w, out_sharding=P("data", None)))
-        assert_close(jax.jit(f)(xs, rows), x @ q.materialize())
+def collectives(text: str) -> Counter[str]:
+    """The collectives of a compiled program, with the types they move."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= \(?(\w+\[[\d,]*\])[^=\n]*? ({kinds})(?:-start)?\(", text)
+    return Counter(f"{kind} {moved}" for moved, kind in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of one dense operand and weights, with the spec of each on a mesh of data 2 x model 4."""
+
+    run: Callable[..., Any]
+    operand: tuple[tuple[int, ...], P]
+    weights: tuple[tuple[tuple[int, ...], P], ...]
+
+    def operands(self, mesh: jax.sharding.Mesh, quantize: Callable[[jax.Array], Any]) -> list[Any]:
+        shape, spec = self.operand
+        key = jax.random.key(0)
+        x = jax.random.normal(key, shape) if len(shape) > 1 else jax.random.randint(key, shape, 0, 1024)
+        placed = [jax.device_put(x, NamedSharding(mesh, spec))]
+        for i, (shape, spec) in enumerate(self.weights, 1):
+            w = quantize(jax.random.normal(jax.random.key(i), shape) / 16)
+            placed.append(jax.device_put(w, lowbit.shardings(w, NamedSharding(mesh, spec))))
+        return placed
+
+
+def mlp(x, a, b):
+    return jax.nn.silu(x @ a) @ b
+
+
+def experts(x, w):
+    return jnp.einsum("ebk,ekn->ebn", x, w)
+
+
+def layers(x, w):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+ROWS, TOKENS = ((16, 256), P("data", None)), ((16,), P("data"))
+COLUMN, ROW = ((256, 512), P(None, "model")), ((512, 256), P("model", None))
+EXPERTS, OF_EXPERTS = ((8, 256, 512), P("model")), ((8, 16, 256), P("model", "data"))
+PROGRAMS = {
+    "column": Program(lambda x, w: x @ w, ROWS, (COLUMN,)),
+    "row": Program(lambda x, w: x @ w, ((16, 512), P("data", "model")), (ROW,)),
+    "column and row": Program(mlp, ROWS, (COLUMN, ROW)),
+    "gradient": Program(jax.grad(lambda *args: jnp.sin(mlp(*args)).sum()), ROWS, (COLUMN, ROW)),
+    "experts": Program(experts, OF_EXPERTS, (EXPERTS,)),
+    "gradient of experts": Program(jax.grad(lambda *args: jnp.sin(experts(*args)).sum()), OF_EXPERTS, (EXPERTS,)),
+    "rows looked up": Program(lambda i, w: w[i], TOKENS, (((1024, 256), P("model", None)),)),
+    "columns looked up": Program(lambda i, w: w[i], TOKENS, (((1024, 256), P(None, "model")),)),
+    "head": Program(lambda x, w: x @ w.T, ROWS, (((1024, 256), P("model", None)),)),
+    "layers": Program(layers, ROWS, (((3, 256, 256), P(None, None, "model")),)),
+    "layers by row": Program(layers, ROWS, (((3, 256, 256), P(None, "model", None)),)),
+    "gradient of layers": Program(
+        jax.grad(lambda *args: layers(*args).sum()), ROWS, (((3, 256, 256), P(None, None, "model")),)
+    ),
+}
+
+
+def grid(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+
+
+@functools.cache
+def compiled_dense(program: Program, kind: AxisType) -> Any:
+    return jax.jit(program.run).lower(*program.operands(grid(kind), lambda w: w)).compile()
+
+
+def assert_moves_what_the_dense_program_does(
+    program: Program, quantize: Callable[[jax.Array], Any], kind: AxisType = AxisType.Auto
+) -> None:
+    x, *weights = program.operands(grid(kind), quantize)
+    with lowbit.materialization("error"):
+        compiled = jax.jit(implicit(program.run)).lower(x, *weights).compile()
+    want, text = compiled_dense(program, kind), compiled.as_text()
+    assert collectives(text) == collectives(want.as_text())
+    y = compiled(x, *weights)
+    y_dense = want(x, *(jax.device_put(w.materialize(), w.sharding) for w in weights))
+    assert y.sharding.is_equivalent_to(y_dense.sharding, y.ndim)
+    assert_close(y, y_dense)
+    if kind == AxisType.Explicit and not can_cut_explicit_axes():
+        return
+    assert "lowbit_matmul" in text or "lowbit_take" in text
+    for w in weights:
+        # Neither the weight nor a device's piece of it is ever there as numbers.
+        piece = w.sharding.shard_shape(w.shape)
+        assert not re.search(rf"f32\[(\d+,)*({w.shape[-2]},{w.shape[-1]}|{piece[-2]},{piece[-1]})\]", text)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_move_what_the_dense_program_does(layout: Layout, name: str) -> None:
+    assert_moves_what_the_dense_program_does(PROGRAMS[name], layout.quantize)
+
+
+@pytest.mark.parametrize("name", ["column and row", "gradient of layers", "rows looked up"])
+def test_scales_in_eight_bits_are_not_gathered(name: str) -> None:
+    def quantize(w):
+        return lowbit.ArrayNF4.quantize(w, axis=-2, double_quant=True)
+
+    assert_moves_what_the_dense_program_does(PROGRAMS[name], quantize)
+
+
+def test_what_is_cut_over_the_devices_of_the_batch_is_gathered_as_stored(layout: Layout) -> None:
+    program = Program(lambda x, w: x @ w, ROWS, (((256, 512), P("data", "model")),))
+    x, w = program.operands(grid(), layout.quantize)
+    moved = collectives(jax.jit(implicit(program.run)).lower(x, w).compile().as_text())
+    codes = w.with_sharding(NamedSharding(grid(), P(None, "model"))).codes
+    piece = ",".join(map(str, codes.sharding.shard_shape(codes.shape)))
+    assert moved.pop(f"all-gather {'s8' if codes.dtype == jnp.int8 else 'u8'}[{piece}]") == 1
+    assert all(kind.startswith("all-gather f32[") and "256,128" not in kind for kind in moved)  # of scales
+    assert_close(jax.jit(implicit(program.run))(x, w), x @ w.materialize())
+
+
+def test_a_shard_map_over_some_axes_leaves_the_weight_where_it_is(layout: Layout) -> None:
+    x, w = PROGRAMS["column"].operands(grid(), layout.quantize)
+    specs = (P("data", None), P())
+    f = jax.shard_map(lambda x, w: x @ w, mesh=grid(), in_specs=specs, out_specs=P("data", None), axis_names={"data"})
+    f = jax.jit(implicit(f))
+    assert not collectives(f.lower(x, w).compile().as_text())
+    assert_close(f(x, w), x @ w.materialize())
+
+
+# --- shardings in types
+
+
+def summed(x, w):
+    return jnp.einsum("bk,kn->bn", x, w, out_sharding=P("data", None))
+
+
+TYPED = {
+    "column": PROGRAMS["column"],
+    "row": dataclasses.replace(PROGRAMS["row"], run=summed),
+    "gradient": dataclasses.replace(
+        PROGRAMS["gradient"], run=jax.grad(lambda x, a, b: jnp.sin(summed(jax.nn.silu(x @ a), b)).sum())
+    ),
+    "experts": PROGRAMS["experts"],
+    "rows looked up": dataclasses.replace(
+        PROGRAMS["rows looked up"], run=lambda i, w: w.at[i].get(out_sharding=P("data", None))
+    ),
+    "resharded": Program(lambda x, w: x @ jax.sharding.reshard(w, P(None, "model")), ROWS, (((256, 512), P()),)),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_explicit_axes(layout: Layout, name: str) -> None:
+    with jax.set_mesh(grid(AxisType.Explicit)):
+        assert_moves_what_the_dense_program_does(TYPED[name], layout.quantize, AxisType.Explicit)
+
+
+def test_quantizing_with_explicit_axes(layout: Layout) -> None:
+    mesh = grid(AxisType.Explicit)
+    quantizers = [layout.quantize]
+    if layout.format == "nf4":
+        quantizers.append(partial(lowbit.ArrayNF4.quantize, axis=layout.axis, double_quant=True))
+    with jax.set_mesh(mesh):
+        for spec in (P(None, "model"), P("model", None)):
+            w = jax.device_put(jax.random.normal(jax.random.key(1), (256, 512)), spec)
+            for quantize in quantizers:
+                assert quantize(w).sharding == w.sharding
+                q = jax.jit(quantize)(w)
+                assert q.sharding == w.sharding
+                assert_close(q, quantize(jax.device_get(w)))
 
 
 def test_cut_parts_are_noticed(any_layout: Layout) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .formats._quantized import check_pieces
@@ -64,7 +65,7 @@ def shardings(tree: Any, logical: Any) -> Any:
         if is_implicit(array):
             return None if given is None else array.part_shardings(given)
         if isinstance(given, NamedSharding):
-            check_pieces(array.shape, given.spec, given.mesh)
+            check_pieces(jnp.shape(array), given.spec, given.mesh)
         return given
 
     return _map(leaf, tree, logical)
