@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import os
+import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -93,3 +95,10 @@ def assert_same_bits(a: QuantizedArray, b: QuantizedArray) -> None:
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def collectives(text: str) -> Counter[str]:
+    """The collectives of a compiled program, with the types they move."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= \(?(\w+\[[\d,]*\])[^=\n]*? ({kinds})(?:-start)?\(", text)
+    return Counter(f"{kind} {moved}" for moved, kind in found)

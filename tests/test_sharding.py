@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Layout, assert_close, assert_same_bits
+from helpers import Layout, assert_close, assert_same_bits, collectives
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -246,13 +245,6 @@ def test_inner_shardings_and_constraints_speak_of_the_logical_array(layout: Layo
 
 
 # --- what the compiled program moves
-
-
-def collectives(text: str) -> Counter[str]:
-    """The collectives of a compiled program, with the types they move."""
-    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf"= \(?(\w+\[[\d,]*\])[^=\n]*? ({kinds})(?:-start)?\(", text)
-    return Counter(f"{kind} {moved}" for moved, kind in found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,6 +161,30 @@ def load(file: Tensors, fields: Mapping[str, Any], *, as_stored: bool = False) -
     return config, params
 
 
+def init(config: LlamaConfig, key: jax.Array) -> Params:
+    """Random parameters, with the embedding for the head too."""
+    shapes = {
+        "q": (config.width, config.width),
+        "k": (config.width, config.kv_heads * config.head_size),
+        "v": (config.width, config.kv_heads * config.head_size),
+        "o": (config.width, config.width),
+        "gate": (config.width, config.hidden),
+        "up": (config.width, config.hidden),
+        "down": (config.hidden, config.width),
+    }
+    embed, *keys = jax.random.split(key, 1 + len(shapes))
+    ones = jnp.ones((config.layers, config.width))
+    stacks = {
+        name: jax.random.normal(key, (config.layers, *shape)) / math.sqrt(shape[0])
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    return {
+        "embed": jax.random.normal(embed, (config.vocabulary, config.width)) / math.sqrt(config.width),
+        "layers": {"attn_norm": ones, "mlp_norm": ones, **stacks},
+        "norm": jnp.ones(config.width),
+    }
+
+
 def specs(params: Params, axis: str = "model") -> Params:
     """Tensor parallelism: how each parameter is cut over a mesh axis, so that a layer adds up twice and moves no weight.
 
@@ -226,9 +250,9 @@ def forward(
         scores = jnp.einsum("bkgsd,bktd->bkgst", q, k) / math.sqrt(size)
         weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
         mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, v).reshape(batch, heads, length, size)
-        x = x + jnp.swapaxes(mixed, 1, 2).reshape(batch, length, heads * size) @ p["o"]
+        x += (jnp.swapaxes(mixed, 1, 2).reshape(batch, length, heads * size) @ p["o"]).astype(x.dtype)
         h = rms_norm(x, p["mlp_norm"], config.epsilon)
-        x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+        x += ((jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).astype(x.dtype)
         return (x, cache), None
 
     x = params["embed"][tokens]

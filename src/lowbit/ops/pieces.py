@@ -161,32 +161,42 @@ class Product:
         return ", ".join(operands) + " -> " + " ".join([*index, *lead, *rows, n]), factors.sizes
 
     def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
-        """Rows stay where they are. A weight that is cut over the same devices as they are is gathered as stored."""
-        w, taken = self.w, Taken(mesh)
+        """Rows stay where they are, and so does the weight; what both are cut over is gathered as stored, by the layer."""
+        w, stays, moves = self.w, Taken(mesh), Taken(mesh)
         x, codes = entries(operands[0]), entries(operands[1])
-        batch = len(w.shape) - 2
-        layers = 0 if w.index is None else 1
-        rows = [taken.take(x[axis], [self.x.shape[axis]]) for axis in range(batch, len(self.x.shape) - 1)]
-        k, n = (taken.stored(w, axis, codes[axis]) for axis in (self.contract, -3 - self.contract))
-        lead = [taken.take(codes[a], [w.stored_shape[a]]) for a in range(layers, len(w.stored_shape) - 2)]
-        index = [taken.take(x[axis], [self.x.shape[axis]]) for axis in range(batch - len(lead))]
-        matrix = {self.contract: k, -3 - self.contract: n}
+        batch, layers = len(w.shape) - 2, 0 if w.index is None else 1
+        rows = [moves.take(x[axis], [self.x.shape[axis]]) for axis in range(batch, len(self.x.shape) - 1)]
+        axes = range(-len(w.stored_shape) + layers, 0)  # of one layer
+        held = {axis: stays.stored(w, axis, codes[axis]) for axis in reversed(axes)}
+        used = {axis: None if moves.names & {*names_in(held[axis])} else held[axis] for axis in axes}
+        moves.names |= {name for entry in used.values() for name in names_in(entry)}
+        index = [moves.take(x[axis], [self.x.shape[axis]]) for axis in range(batch - len(axes) + 2)]
+        gathered = {axis: names_in(held[axis]) for axis in axes if held[axis] != used[axis]}
+        summed = names_in(used[self.contract])
 
-        def part(_: Any, spans: tuple[int, ...]) -> NamedSharding:
-            own = (None if span_of(spans, axis) == WHOLE else matrix[axis] for axis in (-2, -1))
-            return taken.place(*[None] * layers, *lead, *own)
-
-        parts = w.map_parts(part, index=None if w.index is None else taken.place(*index))
-        summed = names_in(k)
+        def whole(part: jax.Array, spans: tuple[int, ...]) -> jax.Array:
+            for axis, names in gathered.items():
+                if span_of(spans, axis) != WHOLE:
+                    part = lax.all_gather(part, names, axis=part.ndim + axis, tiled=True)
+            return part
 
         def on_each_device(x: jax.Array, *parts: jax.Array) -> jax.Array:
+            array: QuantizedArray = jax.tree.unflatten(self.tree, parts)
+            if gathered:
+                array = array.resolved().map_parts(whole)
             if not summed:
-                return self(x, *parts)
-            y = self.multiply(x, jax.tree.unflatten(self.tree, parts), dtype=jnp.promote_types(self.dtype, jnp.float32))
+                return self.multiply(x, array, dtype=self.dtype)
+            y = self.multiply(x, array, dtype=jnp.promote_types(self.dtype, jnp.float32))
             return lax.psum(y, summed).astype(self.dtype)
 
-        shardings = (taken.place(*index, *lead, *rows, k), *jax.tree.leaves(parts))
-        return shardings, taken.place(*index, *lead, *rows, n), on_each_device
+        def part(_: Any, spans: tuple[int, ...]) -> NamedSharding:
+            own = (None if span_of(spans, axis) == WHOLE else held[axis] for axis in axes)
+            return stays.place(*[None] * layers, *own)
+
+        lead = [used[axis] for axis in axes[:-2]]
+        parts = w.map_parts(part, index=None if w.index is None else moves.place(*index))
+        shardings = (moves.place(*index, *lead, *rows, used[self.contract]), *jax.tree.leaves(parts))
+        return shardings, moves.place(*index, *lead, *rows, used[-3 - self.contract]), on_each_device
 
 
 class Rows:
