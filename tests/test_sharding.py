@@ -114,9 +114,10 @@ def test_shardings_of_a_tree(layout: Layout) -> None:
     assert w.sharding == columns
     assert_same_bits(w, params["mlp"][0])
 
-    with jax.set_mesh(mesh):
-        named = lowbit.shardings(params, {"mlp": [P(None, "model"), P("model")], "norm": P(), "step": P()})
-    assert named["norm"] == everywhere and named["mlp"][0].codes == columns
+    if hasattr(jax.sharding, "get_mesh"):  # JAX 0.7 does not say which devices the mesh has
+        with jax.set_mesh(mesh):
+            named = lowbit.shardings(params, {"mlp": [P(None, "model"), P("model")], "norm": P(), "step": P()})
+        assert named["norm"] == everywhere and named["mlp"][0].codes == columns
     assert lowbit.shardings(params, None) == {"mlp": [None, None], "norm": None, "step": None}
     assert lowbit.specs(params, where)["mlp"][0].codes == P(None, "model")
 
@@ -318,7 +319,7 @@ def assert_moves_what_the_dense_program_does(
     assert collectives(text) == collectives(want.as_text())
     y = compiled(x, *weights)
     y_dense = want(x, *(jax.device_put(w.materialize(), w.sharding) for w in weights))
-    assert y.sharding.is_equivalent_to(y_dense.sharding, y.ndim)
+    assert jax.typeof(y).sharding == jax.typeof(y_dense).sharding  # of the type, if the axes are explicit
     assert_close(y, y_dense)
     if kind == AxisType.Explicit and not can_cut_explicit_axes():
         return
@@ -343,14 +344,15 @@ def test_scales_in_eight_bits_are_not_gathered(name: str) -> None:
 
 
 def test_what_is_cut_over_the_devices_of_the_batch_is_gathered_as_stored(layout: Layout) -> None:
-    program = Program(lambda x, w: x @ w, ROWS, (((256, 512), P("data", "model")),))
+    """Fully sharded training: each layer for itself, and never as numbers."""
+    program = Program(jax.grad(lambda *args: layers(*args).sum()), ROWS, (((3, 256, 256), P(None, "data", None)),))
     x, w = program.operands(grid(), layout.quantize)
-    moved = collectives(jax.jit(implicit(program.run)).lower(x, w).compile().as_text())
-    codes = w.with_sharding(NamedSharding(grid(), P(None, "model"))).codes
-    piece = ",".join(map(str, codes.sharding.shard_shape(codes.shape)))
-    assert moved.pop(f"all-gather {'s8' if codes.dtype == jnp.int8 else 'u8'}[{piece}]") == 1
-    assert all(kind.startswith("all-gather f32[") and "256,128" not in kind for kind in moved)  # of scales
-    assert_close(jax.jit(implicit(program.run))(x, w), x @ w.materialize())
+    compiled = jax.jit(implicit(program.run)).lower(x, w).compile()
+    moved = collectives(compiled.as_text())
+    layer = ",".join(map(str, w.codes.shape[1:]))
+    assert moved.pop(f"all-gather {'s8' if w.codes.dtype == jnp.int8 else 'u8'}[{layer}]") == 2  # forward and backward
+    assert all(kind.startswith("all-gather f32[") and "256,256" not in kind for kind in moved)  # of scales
+    assert_close(compiled(x, w), program.run(x, w.materialize()))
 
 
 def test_a_shard_map_over_some_axes_leaves_the_weight_where_it_is(layout: Layout) -> None:
@@ -383,7 +385,8 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize("name", TYPED)
+# Before JAX 0.10 a look-up into a table that is cut does not compile under such a mesh.
+@pytest.mark.parametrize("name", [name for name in TYPED if can_cut_explicit_axes() or name != "rows looked up"])
 def test_explicit_axes(layout: Layout, name: str) -> None:
     with jax.set_mesh(grid(AxisType.Explicit)):
         assert_moves_what_the_dense_program_does(TYPED[name], layout.quantize, AxisType.Explicit)

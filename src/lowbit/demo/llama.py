@@ -186,9 +186,10 @@ def init(config: LlamaConfig, key: jax.Array) -> Params:
 
 
 def specs(params: Params, axis: str = "model") -> Params:
-    """Tensor parallelism: how each parameter is cut over a mesh axis, so that a layer adds up twice and moves no weight.
+    """Tensor parallelism: how each parameter is cut over an axis of a mesh.
 
-    Columns of what reads the stream, rows of what writes to it; heads go whole to a device if it divides their number.
+    Columns of what reads the stream, rows of what writes to it: a layer adds up twice and moves no weight. Heads go
+    whole to a device if their number divides.
     """
     columns, rows = PartitionSpec(None, None, axis), PartitionSpec(None, axis, None)
     cut = {"o": rows, "down": rows, "attn_norm": PartitionSpec(), "mlp_norm": PartitionSpec()}
@@ -250,12 +251,12 @@ def forward(
         scores = jnp.einsum("bkgsd,bktd->bkgst", q, k) / math.sqrt(size)
         weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
         mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, v).reshape(batch, heads, length, size)
-        x += (jnp.swapaxes(mixed, 1, 2).reshape(batch, length, heads * size) @ p["o"]).astype(x.dtype)
+        x = x + jnp.swapaxes(mixed, 1, 2).reshape(batch, length, heads * size) @ p["o"]
         h = rms_norm(x, p["mlp_norm"], config.epsilon)
-        x += ((jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).astype(x.dtype)
+        x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
         return (x, cache), None
 
-    x = params["embed"][tokens]
+    x = params["embed"][tokens].astype(jnp.float32)  # whatever the weights are
     (x, cache), _ = lax.scan(layer, (x, cache), (jnp.arange(config.layers), params["layers"]))
     if last is not None:
         x = lax.dynamic_slice_in_dim(x, last, 1, axis=1)

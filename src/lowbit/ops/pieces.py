@@ -154,14 +154,16 @@ class Product:
         lead = factors.new(len(self.w.stored_shape) - 2 - layers)
         rows = factors.new(len(self.x.shape) - len(index) - len(lead) - 1)
         stack = factors.new(layers)
-        matrix = {axis: factors.axis(self.w, axis) for axis in (-2, -1)}
-        k, n = (matrix[axis][1] for axis in (self.contract, -3 - self.contract))
-        parts = factors.parts(self.w, [*stack, *lead, matrix[-2][0], matrix[-1][0]], index)
+        # What is summed over is not tied to the weight: a batch over the same devices as the weight should stay one.
+        k, summed = factors.new(2)
+        stored, n = factors.axis(self.w, -3 - self.contract)
+        matrix = [stored, summed] if self.contract == -1 else [summed, stored]
+        parts = factors.parts(self.w, [*stack, *lead, *matrix], index)
         operands = [" ".join([*index, *lead, *rows, k]), *parts]
         return ", ".join(operands) + " -> " + " ".join([*index, *lead, *rows, n]), factors.sizes
 
     def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
-        """Rows stay where they are, and so does the weight; what both are cut over is gathered as stored, by the layer."""
+        """Rows stay where they are, and the weight too. If both are cut over the same devices, its layer is gathered."""
         w, stays, moves = self.w, Taken(mesh), Taken(mesh)
         x, codes = entries(operands[0]), entries(operands[1])
         batch, layers = len(w.shape) - 2, 0 if w.index is None else 1

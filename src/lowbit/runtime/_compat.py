@@ -69,5 +69,5 @@ def mesh_in_context() -> Any:
 
 def can_cut_explicit_axes() -> bool:
     """Whether a call that says how it is cut compiles under a mesh whose axes are part of the types."""
-    # Up to 0.9 the pieces carry shardings that the compiler does not know.
+    # Up to 0.9 its pieces carry shardings that the compiler does not know.
     return jax.__version_info__ >= (0, 10)
