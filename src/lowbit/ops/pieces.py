@@ -163,7 +163,7 @@ class Product:
         return ", ".join(operands) + " -> " + " ".join([*index, *lead, *rows, n]), factors.sizes
 
     def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
-        """Rows stay where they are, and the weight too. If both are cut over the same devices, its layer is gathered."""
+        """Rows stay where they are, and the weight too. Cut over the same devices, its layer is gathered."""
         w, stays, moves = self.w, Taken(mesh), Taken(mesh)
         x, codes = entries(operands[0]), entries(operands[1])
         batch, layers = len(w.shape) - 2, 0 if w.index is None else 1
