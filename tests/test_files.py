@@ -421,7 +421,8 @@ def test_large_arrays_are_the_mapped_file_itself(tmp_path):
     tree = {"odd": np.ones(3, np.int8), "w": weights(16, 64), "q": Array8B.quantize(weights(64, 64)), "b": weights(5)}
     path = saved(tmp_path, tree)
     file = LowbitFile(path)
-    assert all(file._data[t.start :].ctypes.data % t.dtype.itemsize == 0 for t in jax.tree.leaves(file._tree.children))
+    pieces = [piece for tensor in jax.tree.leaves(file._tree.children) for piece in tensor.pieces.values()]
+    assert len(pieces) == 5 and all(piece.data.ctypes.data % piece.dtype.itemsize == 0 for piece in pieces)
     addresses = {
         file.array("w").ctypes.data % 64,
         *(p.unsafe_buffer_pointer() % 64 for p in jax.tree.leaves(tree["q"])),
@@ -782,7 +783,8 @@ def deep(depth: int) -> str:
 W = "tensor 'w/codes'"
 NF4 = {"parts": {**PARTS, "group_absmax": None, "offset": None}, "spans": [64]}
 LIES: dict[str, tuple[dict[str, Any], str]] = {
-    "newer": ({"texts": {"lowbit.version": "2"}}, "is a lowbit file of version 2, and this lowbit reads version 1"),
+    "newer": ({"texts": {"lowbit.version": "3"}}, "a lowbit file of version 3, and this lowbit reads versions 1 and 2"),
+    "no index": ({"texts": {"lowbit.version": "2"}}, "its metadata must be the texts .*, lowbit.files, lowbit.pieces"),
     "version 0": ({"texts": {"lowbit.version": "0"}}, "version 0"),
     "version text": ({"texts": {"lowbit.version": "one"}}, "is not a lowbit file"),
     "version number": ({"texts": {"lowbit.version": 1}}, "is not a lowbit file"),
