@@ -709,6 +709,7 @@ class _Contents:
             raise self.bad("its metadata", f"must be the texts {', '.join(names)}")
         self.stored = self.placed(entries, self.parsed("lowbit.crc32", texts["lowbit.crc32"]), len(header))
         self.files: dict[str, Any] = {}
+        self.pieces: dict[str, Any] | None = None
         if is_index:
             if self.stored:
                 raise self.bad(f"tensor {_short(min(self.stored))}", "lies in an index")
@@ -779,11 +780,11 @@ class _Contents:
             raise self.bad(f"its part {_short(name)}", "is not the file that was saved with it")
         return contents
 
-    def joined(self) -> dict[str, _Tensor]:
+    def joined(self, tensors: dict[str, Any]) -> dict[str, _Tensor]:
         """The tensors of an index. Their pieces must be the cells of a grid, so none overlap and nothing is missing."""
         parts = [self.part(name, digest) for name, digest in self.files.items()]
         found: dict[str, _Tensor] = {}
-        for name, entry in self.pieces.items():
+        for name, entry in tensors.items():
             where = f"tensor {_short(name)}"
             dtype, shape, given = self.declared(where, entry, "pieces")
             corners: dict[tuple[int, ...], int] = {}
@@ -816,7 +817,7 @@ class _Contents:
     def read(self) -> tuple[Any, dict[str, Any]]:
         """The tree, with tensors in the place of arrays and of parts, and its arrays by name."""
         whole = {name: _Tensor(p.dtype, p.shape, {_whole(p.shape): p}) for name, p in self.stored.items()}
-        self.tensors = self.joined() if self.files else whole
+        self.tensors = whole if self.pieces is None else self.joined(self.pieces)
         self.unused = set(self.tensors)
         try:
             tree = self.node(self.outline["tree"], ())
