@@ -82,9 +82,6 @@ def run(process: int, folder: Path) -> Any:
     assert after == before, [name for name in {**before, **after} if before.get(name) != after.get(name)]
     multihost_utils.sync_global_devices("looked")
     lowbit.save(path, tree, metadata={"step": 3})
-    small = {"w": np.arange(32, dtype=np.int16).reshape(8, 4), "flags": np.arange(16) % 3 == 0}
-    small = jax.tree.map(lambda x: jax.device_put(x, over(P("x"))), small)
-    lowbit.save(folder / "small.safetensors", {**small, "host": np.float32(2.5)})
     want = whole(tree, folder)
     if process == 0:
         (folder / "want.pickle").write_bytes(pickle.dumps(want))

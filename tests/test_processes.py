@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from process import COLUMNS, ROWS, K, N, loaded, weight
-from test_files import reads, signed, split
+from test_files import GOLDEN, module, reads, signed, split
 from typer.testing import CliRunner
 
 import lowbit
@@ -63,18 +63,20 @@ def damaged(path: Path, process: int) -> bytes:
     return signed(header, data)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("processes")
-    lowbit.save(folder / "dense.safetensors", {"w": weight()})
+# One test, since what it looks at takes so long to make.
+def test_two_processes_load_run_and_save_a_model_that_any_number_restores(tmp_path):
+    lowbit.save(tmp_path / "dense.safetensors", {"w": weight()})
     for process in range(2):
-        (folder / f"damaged-{process}.safetensors").write_bytes(damaged(folder / "dense.safetensors", process))
-    started("run", folder, 4)
-    return folder
-
-
-def want(folder: Path) -> Any:
-    return pickle.loads((folder / "want.pickle").read_bytes())
+        (tmp_path / f"damaged-{process}.safetensors").write_bytes(damaged(tmp_path / "dense.safetensors", process))
+    failures = started("run", tmp_path, 4)
+    for process in range(2):
+        the_failure_of_one_is_an_error_in_all(tmp_path, process, *failures[process])
+    want = pickle.loads((tmp_path / "want.pickle").read_bytes())
+    each_process_wrote_its_own_pieces_once(tmp_path, want)
+    the_index_is_read_like_a_file(tmp_path / "model.safetensors", want)
+    for devices in (1, 4, 8):
+        one_process_restores_it(tmp_path / "model.safetensors", want, devices)
+    two_processes_restore_it_laid_out_otherwise(tmp_path, want)
 
 
 def assert_restored(got: Any, want: Any) -> None:
@@ -84,61 +86,38 @@ def assert_restored(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_a_failure_of_one_process_is_an_error_in_all(folder):
-    for process in range(2):
-        write, publish, differing, wrong = json.loads((folder / f"run-{process}.json").read_text())
-        start = re.escape(f"OSError: Cannot save to {folder / 'model.safetensors'}: process")
-        assert re.fullmatch(rf"{start} 1 of 2 failed: .*-00002-of-00002.safetensors: File too large", write)
-        assert re.fullmatch(rf"{start} 0 of 2 failed: .*No space left on device", publish)
-        assert re.match(r"ValueError: .* process 1 has another file name or other arrays than process 0", differing)
-        assert ("OSError", "TypeError")[process] in wrong and "'w' is a bytes; leaves are arrays" in wrong
+def the_failure_of_one_is_an_error_in_all(
+    folder: Path, process: int, write: str, publish: str, differing: str, wrong: str
+) -> None:
+    start = re.escape(f"OSError: Cannot save to {folder / 'model.safetensors'}: process")
+    assert re.fullmatch(rf"{start} 1 of 2 failed: .*-00002-of-00002.safetensors: File too large", write)
+    assert re.fullmatch(rf"{start} 0 of 2 failed: .*No space left on device", publish)
+    assert re.match(r"ValueError: .* process 1 has another file name or other arrays than process 0", differing)
+    assert ("OSError", "TypeError")[process] in wrong and "'w' is a bytes; leaves are arrays" in wrong
 
 
-def test_each_process_writes_its_own_pieces_once(folder):
+def each_process_wrote_its_own_pieces_once(folder: Path, want: Any) -> None:
     parts = sorted(folder.glob("model-*.safetensors"))  # those of the save before it are gone
     assert [re.sub("[0-9a-f]{16}", "id", part.name) for part in parts] == [
         f"model-id-0000{i}-of-00002.safetensors" for i in (1, 2)
     ]
     first, second = (lowbit.load(part) for part in parts)
-    assert {name for name in second if name.startswith("squares")} == {
-        f"squares@{i},{j}" for i in (0, 256) for j in (256, 384)
-    }
+    squares = {name for name in second if name.startswith("squares")}
+    assert squares == {f"squares@{i},{j}" for i in (0, 256) for j in (256, 384)}
     for name in ("replicated@0", "number@", "host@0", "columns/int8/scales@0,0", "none@0,0"):
         assert name in first and name not in second
     # Of what is cut over the devices, each process has four pieces of eight.
     for name in ("columns/nf4/codes", "columns/nf4/scales", "rows/nf4/scales", "tuple/0"):
         assert [len([piece for piece in part if piece.startswith(f"{name}@")]) for part in (first, second)] == [4, 4]
     stored = sum(array.nbytes for part in (first, second) for array in part.values())
-    assert stored == sum(array.nbytes for array in jax.tree.leaves(want(folder)) if hasattr(array, "nbytes"))
+    assert stored == sum(array.nbytes for array in jax.tree.leaves(want) if hasattr(array, "nbytes"))
 
 
-@pytest.mark.parametrize("devices", [1, 4, 8])
-def test_one_process_restores_it_on_any_number_of_devices(folder, devices):
-    path = folder / "model.safetensors"
-    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-    for spec in (COLUMNS, ROWS):
-        got = loaded(path, want(folder), NamedSharding(mesh, spec))
-        assert_restored(got, want(folder))
-        assert got["rows"]["nf4"].sharding == got["tuple"][0].sharding == NamedSharding(mesh, spec)
-    assert_restored(lowbit.load(path), want(folder))
-
-
-def test_two_processes_restore_it_laid_out_otherwise(folder):
-    names = started("restart", folder, 2)[0]
-    assert [re.sub("[0-9a-f]{16}", "id", name) for name in names] == [
-        "again-id-00001-of-00002.safetensors",
-        "again-id-00002-of-00002.safetensors",
-        "again.safetensors",
-    ]
-    assert_restored(lowbit.load(folder / "again.safetensors"), want(folder))
-
-
-def test_an_index_is_read_like_a_file(folder):
-    path = folder / "model.safetensors"
+def the_index_is_read_like_a_file(path: Path, want: Any) -> None:
     assert is_lowbit_file(path) and lowbit.load_metadata(path) == {"step": 3}
     file = open_tensors(path)
     assert isinstance(file, LowbitFile) and file.metadata == {"step": 3}
-    name, q = "columns/nf4", want(folder)["columns"]["nf4"]
+    name, q = "columns/nf4", want["columns"]["nf4"]
     assert (file.shape(name), file.type(name), file.nbytes(name)) == ((K, N), "nf4", q.nbytes)
     assert_restored(file.array(name), q)
     np.testing.assert_array_equal(file.dense(name), q.materialize())
@@ -150,37 +129,65 @@ def test_an_index_is_read_like_a_file(folder):
     assert rows[name] == {"name": name, "shape": [K, N], "type": "nf4", "bytes": q.nbytes}
 
 
-def copied(folder: Path, tmp_path: Path) -> Path:
-    """The small checkpoint in a directory of its own."""
-    for file in folder.glob("small*"):
+def one_process_restores_it(path: Path, want: Any, devices: int) -> None:
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    for spec in (COLUMNS, ROWS):
+        got = loaded(path, want, NamedSharding(mesh, spec))
+        assert_restored(got, want)
+        assert got["rows"]["nf4"].sharding == got["tuple"][0].sharding == NamedSharding(mesh, spec)
+    assert_restored(lowbit.load(path), want)
+
+
+def two_processes_restore_it_laid_out_otherwise(folder: Path, want: Any) -> None:
+    names = started("restart", folder, 2)[0]
+    assert [re.sub("[0-9a-f]{16}", "id", name) for name in names] == [
+        "again-id-00001-of-00002.safetensors",
+        "again-id-00002-of-00002.safetensors",
+        "again.safetensors",
+    ]
+    assert_restored(lowbit.load(folder / "again.safetensors"), want)
+
+
+# --- a small checkpoint that two processes wrote once
+
+MADE = module(GOLDEN / "make_version2.py")
+
+
+def test_the_index_of_version_2_is_read_as_it_was_written():
+    assert_restored(lowbit.load(MADE.OUT), MADE.contents())
+    assert lowbit.load_metadata(MADE.OUT) == MADE.METADATA
+    file = LowbitFile(MADE.OUT)
+    assert file.array("w").tolist() == np.arange(32).reshape(8, 4).tolist()
+    assert file.dense("layers/0")[3:5, 2].tolist() == [-123 * 2, -116 * 3]
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """The checkpoint in a directory of its own."""
+    for file in MADE.OUT.parent.iterdir():
         shutil.copy(file, tmp_path)
-    return tmp_path / "small.safetensors"
+    return tmp_path / MADE.OUT.name
 
 
-def test_a_file_in_the_place_of_an_index_takes_its_parts_away_and_nothing_else(folder, tmp_path):
-    path = copied(folder, tmp_path)
-    shutil.copy(folder / "dense.safetensors", other := tmp_path / "small-0123456789abcdef-00001-of-00002.safetensors")
-    got = lowbit.load(path)
-    lowbit.save(path, got)
+def test_a_file_in_the_place_of_an_index_takes_its_parts_away_and_nothing_else(path, tmp_path):
+    other = tmp_path / "version2-0123456789abcdef-00001-of-00002.safetensors"
+    other.write_bytes(b"something else")
+    tree = lowbit.load(path)
+    lowbit.save(path, tree)
     assert sorted(tmp_path.iterdir()) == [other, path]
-    assert_restored(lowbit.load(path), got)
+    assert_restored(lowbit.load(path), MADE.contents())
 
 
-def test_only_what_is_read_whole_is_checked(folder, tmp_path):
-    path = copied(folder, tmp_path)
-    part = max(tmp_path.glob("small-*"))
+def test_what_one_process_reads_whole_is_checked(path, tmp_path):
+    part = max(tmp_path.glob("version2-*"))
     header, data = split(part)
     start = json.loads(header)["w@7,0"]["data_offsets"][0]
     part.write_bytes(signed(header, data[:start] + b"\xff" + data[start + 1 :]))
-    for like in (None, like_small(jax.devices()), like_small(jax.devices()[:1])):
+    for devices in (1, 2, 8):
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+        w = jax.ShapeDtypeStruct((8, 4), np.int16, sharding=NamedSharding(mesh, P("x")))
         with pytest.raises(ValueError, match=rf"{part.name}: tensor 'w@7,0' is damaged: its checksum is another"):
-            lowbit.load(path, like)
-
-
-def like_small(devices: list[Any]) -> Any:
-    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,), devices=devices)
-    w = jax.ShapeDtypeStruct((8, 4), np.int16, sharding=NamedSharding(mesh, P("x")))
-    return {"w": w, "flags": jax.ShapeDtypeStruct((16,), bool), "host": jax.ShapeDtypeStruct((), np.float32)}
+            lowbit.load(path, {**MADE.contents(), "w": w})
 
 
 # --- indexes that lie
@@ -218,7 +225,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "file number": (piece(7, [2, [7, 0]]), W + r"the piece \[2, \[7, 0\]\]"),
     "negative file": (piece(7, [-1, [7, 0]]), W + "the piece"),
     "true file": (piece(7, [True, [7, 0]]), W + "the piece"),
-    "wrong file": (piece(7, [0, [7, 0]]), W + r"a piece at \(7, 0\) that is not what is in 'small-.*-00001-of"),
+    "wrong file": (piece(7, [0, [7, 0]]), W + r"a piece at \(7, 0\) that is not what is in 'version2-.*-00001-of"),
     "outside": (piece(7, [1, [8, 0]]), W + "the piece"),
     "before": (piece(0, [0, [-1, 0]]), W + "the piece"),
     "huge": (piece(7, [1, [1 << 70, 0]]), W + "the piece"),
@@ -244,8 +251,11 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "missing tensor": (lambda texts: texts["lowbit.pieces"].pop("w"), "'w' needs tensor 'w', which is missing"),
     "other name": (lambda t: t["lowbit.pieces"].update(v=t["lowbit.pieces"].pop("w")), "tensor 'v' has a piece at"),
     "no files": (lambda texts: texts["lowbit.files"].clear(), "has the piece"),
-    "up": (named(f"../small-{HEX}-00002-of-00002.safetensors"), r"lowbit.files names '\.\./small.*no name of a file"),
-    "absolute": (named(f"/tmp/small-{HEX}-00002-of-00002.safetensors"), "lowbit.files names"),
+    "up": (
+        named(f"../version2-{HEX}-00002-of-00002.safetensors"),
+        r"lowbit.files names '\.\./version2.*no name of a file",
+    ),
+    "absolute": (named(f"/tmp/version2-{HEX}-00002-of-00002.safetensors"), "lowbit.files names"),
     "windows": (named(f"a\\b-{HEX}-00002-of-00002.safetensors"), "lowbit.files names"),
     "end of text": (named(f"a\0-{HEX}-00002-of-00002.safetensors"), "lowbit.files names"),
     "any name": (named("other.safetensors"), "lowbit.files names 'other.safetensors', which is no name"),
@@ -253,9 +263,12 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "half a character": (named(f"\ud800-{HEX}-00002-of-00002.safetensors"), "its part .* cannot be read"),
     "other digest": (
         lambda texts: texts["lowbit.files"].update({max(texts["lowbit.files"]): "0" * 64}),
-        "its part 'small-.*-00002-of-00002.safetensors' is not the file that was saved with it",
+        "its part 'version2-.*-00002-of-00002.safetensors' is not the file that was saved with it",
     ),
-    "no digest": (lambda texts: texts["lowbit.files"].update({max(texts["lowbit.files"]): None}), "its part 'small-"),
+    "no digest": (
+        lambda texts: texts["lowbit.files"].update({max(texts["lowbit.files"]): None}),
+        "its part 'version2-",
+    ),
     "files no object": (lambda texts: texts.update({"lowbit.files": []}), "lowbit.files has JSON that is no object"),
     "pieces no object": (lambda texts: texts.update({"lowbit.pieces": 1}), "lowbit.pieces has JSON that is no object"),
     "no pieces": (lambda texts: texts.pop("lowbit.pieces"), "its metadata must be the texts .*, lowbit.pieces"),
@@ -276,28 +289,22 @@ def edited(path: Path, edit: Callable[[Any], Any], tensors: dict[str, Any] | Non
     path.write_bytes(signed(json.dumps({**header, **(tensors or {})}, separators=(",", ":")).encode(), b""))
 
 
-def test_an_index_that_does_not_lie_is_read(folder, tmp_path):
-    path = copied(folder, tmp_path)
+def test_an_index_that_does_not_lie_is_read(path):
     edited(path, lambda texts: None)
-    tree = reads(path)[1]
-    np.testing.assert_array_equal(tree["w"], np.arange(32).reshape(8, 4))
-    np.testing.assert_array_equal(tree["flags"], np.arange(16) % 3 == 0)
-    assert tree["host"] == 2.5
+    assert_restored(reads(path)[1], MADE.contents())
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_an_index_that_lies_is_one_error(case, folder, tmp_path):
-    path = copied(folder, tmp_path)
+def test_an_index_that_lies_is_one_error(case, path):
     edit, message = LIES[case]
     edited(path, edit)
-    with pytest.raises(ValueError, match=f"(?s)small.safetensors.*{message}") as error:
+    with pytest.raises(ValueError, match=f"(?s)version2.safetensors.*{message}") as error:
         reads(path)
     assert len(str(error.value)) < 2000
 
 
-def test_an_index_that_names_itself_or_a_changed_file_is_refused(folder, tmp_path):
-    path = copied(folder, tmp_path)
-    first, second = sorted(tmp_path.glob("small-*"))
+def test_an_index_that_names_itself_or_a_changed_file_is_refused(path, tmp_path):
+    first, second = sorted(tmp_path.glob("version2-*"))
     contents = second.read_bytes()
     for wrong, message in (
         (path.read_bytes(), f"{second.name} is an index, where a file with pieces should be"),
@@ -308,18 +315,17 @@ def test_an_index_that_names_itself_or_a_changed_file_is_refused(folder, tmp_pat
         second.write_bytes(wrong)
         with pytest.raises(ValueError, match=message):
             lowbit.load(path)
-        assert lowbit.load_metadata(path) == {}  # for which no part is opened
+        assert lowbit.load_metadata(path) == MADE.METADATA  # for which no part is opened
     second.unlink()
     with pytest.raises(
-        ValueError, match=rf"small.safetensors: its part '{second.name}' cannot be read: .*No such file"
+        ValueError, match=rf"version2.safetensors: its part '{second.name}' cannot be read: .*No such file"
     ):
         lowbit.load(path)
 
 
-def test_no_changed_byte_of_an_index_is_read(folder, tmp_path):
-    path = copied(folder, tmp_path)
+def test_no_changed_byte_of_an_index_is_read(path):
     contents = path.read_bytes()
     for position in range(0, len(contents), 37):
         path.write_bytes(contents[:position] + bytes([contents[position] ^ 1]) + contents[position + 1 :])
-        with pytest.raises(ValueError, match=r"small\.safetensors"):
+        with pytest.raises(ValueError, match=r"version2\.safetensors"):
             lowbit.load(path)
