@@ -249,6 +249,42 @@ def test_arrays_on_several_devices_are_gathered_and_laid_out_as_like_is(tmp_path
         assert got["q"].sharding == sharding and got["q"].codes.sharding == tree["q"].codes.sharding
 
 
+def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
+    tree = {"q": ArrayNF4.quantize(weights(64, 256), 64).T, "w": weights(8, 6), "wide": np.arange(8)}
+    path, taken, read = saved(tmp_path, tree), [], files._Tensor.read
+
+    def counting(self: Any, wanted: Any) -> np.ndarray:
+        taken.append(read(self, wanted).nbytes)
+        return read(self, wanted)
+
+    def like(devices: int, *spec: Any) -> Any:
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=auto, devices=jax.devices()[:devices])
+        rows, given = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec(*spec))
+        arrays = {"q": (rows, (256, 64), np.float32), "w": (given, (8, 6), np.float32), "wide": (rows, (8,), np.int64)}
+        return {name: STRUCT(shape, dtype, sharding=sharding) for name, (sharding, shape, dtype) in arrays.items()}
+
+    monkeypatch.setattr(files._Tensor, "read", counting)
+    got = load(path, like(2, "x"))
+    assert got["q"].sharding.spec == PartitionSpec("x", None)
+    assert got["q"].codes.sharding.spec == PartitionSpec(None, "x")
+    assert type(got["wide"]) is np.ndarray and got["wide"].dtype == np.int64  # which JAX would cut
+    assert sorted(taken) == sorted([64 * 64] * 2 + [64 * 2 * 4] * 2 + [4 * 6 * 4] * 2 + [8 * 8])
+    assert_same(got["q"], tree["q"])
+    assert_same(got["w"], jnp.asarray(tree["w"]))
+    with pytest.raises(
+        ValueError, match=r"a.safetensors: 'q' cannot be laid .*: Axis -2 of length 256 .* 4 devices would"
+    ):
+        load(path, like(8, "x"))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):  # in which shapes know of the mesh, but not of its devices
+        shapes = jax.eval_shape(lambda: {**tree, "w": jax.device_put(jnp.asarray(tree["w"]), PartitionSpec("x"))})
+        shapes["wide"] = like(2, "x")["wide"]
+        assert load(path, shapes)["w"].sharding == NamedSharding(mesh, PartitionSpec("x", None))
+    with pytest.raises(ValueError, match=r"a.safetensors: 'w' cannot be laid out as `like` is: .*divi"):
+        load(path, like(4, None, "x"))
+
+
 def test_a_format_of_the_users_own_comes_back(tmp_path):
     example = module(EXAMPLE)
     q = example.Array6B.quantize(jnp.asarray(weights(33, 77)), axis=-2)

@@ -18,31 +18,20 @@ def box(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
 
 
-def writers(array: Any) -> dict[Box, int]:
-    """The pieces of an array, and the process that writes each: that of the first device which holds it.
+def pieces_of(array: Any) -> dict[tuple[int, ...], tuple[int, Any]]:
+    """Where the pieces of an array begin, which process writes each, and the piece if this process has it.
 
-    Every process finds the same without asking another. What each process has for itself, the first one writes.
+    The first device that holds a piece has its process write it, so every process finds the same without asking
+    another. What each process has for itself, the first one writes.
     """
-    if _is_local(array):
-        return {tuple((0, n) for n in array.shape): 0}
-    found: dict[Box, int] = {}
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return {(0,) * array.ndim: (0, array)}
+    own = {box(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    found: dict[tuple[int, ...], tuple[int, Any]] = {}
     for device, index in sorted(array.sharding.devices_indices_map(array.shape).items(), key=lambda item: item[0].id):
-        found.setdefault(box(index, array.shape), device.process_index)
+        there = box(index, array.shape)
+        found.setdefault(tuple(start for start, _ in there), (device.process_index, own.get(there)))
     return found
-
-
-def held(array: Any, process: int) -> dict[Box, Any]:
-    """The pieces of an array that are for this process to write."""
-    if _is_local(array):
-        pieces = {tuple((0, n) for n in array.shape): array}
-    else:
-        pieces = {box(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    found = writers(array)
-    return {box: piece for box, piece in pieces.items() if found[box] == process}
-
-
-def _is_local(array: Any) -> bool:
-    return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
 def together(doing: str, step: Callable[[], bytes]) -> list[bytes]:

@@ -35,13 +35,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from lowbit.formats import QuantizedArray
+from lowbit.runtime._compat import mesh_in_context
 
 from ._atomic import written_aside
 from ._checks import are_counts, checked_json
-from ._processes import Box, box, held, together, writers
+from ._processes import Box, box, pieces_of, together
 
 VERSION, INDEX = 1, 2  # a file, and one that says in which others the pieces of its tensors lie
 
@@ -145,8 +146,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
             return node
         if isinstance(node, _Tensor) and isinstance(like, np.ndarray | np.generic):
             return once((id(node), np.ndarray), lambda: file._view(node))
-        sharding = getattr(like, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
+        if (sharding := _sharding_of(like)) is None:
             return once((id(node), "whole"), lambda: jax.tree.map(lambda part: tensor(part, None), node))
         try:
             parts = _part_shardings(node, sharding)
@@ -198,8 +198,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def is_lowbit_file(path: str | os.PathLike[str]) -> bool:
     """Whether `save` wrote a file, by its first bytes."""
-    with open(path, "rb") as file:
-        return _START.match(file.read(64), 8) is not None
+    return _version(path) is not None
 
 
 class LowbitFile:
@@ -416,6 +415,17 @@ def _on_device(view: np.ndarray) -> Any:
     return jax.device_put(view)
 
 
+def _sharding_of(like: Any) -> NamedSharding | None:
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if isinstance(sharding.mesh, Mesh):
+        return sharding
+    # jax.eval_shape knows of the mesh around it, but not of its devices.
+    mesh = mesh_in_context()
+    return None if mesh is None else NamedSharding(mesh, sharding.spec)
+
+
 def _part_shardings(node: Any, sharding: NamedSharding) -> Any:
     """The shardings of the tensors of an array, or an error if one would be cut where it cannot be."""
     if isinstance(node, QuantizedArray):
@@ -588,13 +598,13 @@ def _save_together(target: Path, tree: Any, metadata: Any) -> None:
     pieces: dict[str, Any] = {}
 
     def plan() -> bytes:
-        found = _outlined(target, tree, metadata)
-        texts.update(found[0])
-        tensors.update(found[1])
-        for name, array in tensors.items():
-            placed = [[process, _corner(box)] for box, process in writers(array).items()]
-            pieces[name] = {"dtype": _TYPES[array.dtype], "shape": list(array.shape), "pieces": placed}
-        return secrets.token_bytes(8) + hashlib.sha256(_json([target.name, pieces]).encode()).digest()
+        found, arrays = _outlined(target, tree, metadata)
+        texts.update(found)
+        for name, array in arrays.items():
+            pieces[name] = pieces_of(array)
+            placed = [[process, corner] for corner, (process, _) in pieces[name].items()]
+            tensors[name] = {"dtype": _TYPES[array.dtype], "shape": list(array.shape), "pieces": placed}
+        return secrets.token_bytes(8) + hashlib.sha256(_json([target.name, tensors]).encode()).digest()
 
     plans = together(doing, plan)
     if other := [process for process, told in enumerate(plans) if told[8:] != plans[0][8:]]:
@@ -608,9 +618,10 @@ def _save_together(target: Path, tree: Any, metadata: Any) -> None:
 
     def write() -> bytes:
         own = {
-            _piece_name(name, _corner(box)): array
-            for name, whole in tensors.items()
-            for box, array in held(whole, here).items()
+            _piece_name(name, corner): piece
+            for name, found in pieces.items()
+            for corner, (process, piece) in found.items()
+            if process == here
         }
         digest = _write(part, *_outlined(part, own, {}))
         if target.exists():
@@ -621,7 +632,11 @@ def _save_together(target: Path, tree: Any, metadata: Any) -> None:
         if here == 0:
             old = _parts(target)
             files = {name: digest.hex() for name, digest in zip(names, digests, strict=True)}
-            index = texts | {"lowbit.version": str(INDEX), "lowbit.files": _json(files), "lowbit.pieces": _json(pieces)}
+            index = texts | {
+                "lowbit.version": str(INDEX),
+                "lowbit.files": _json(files),
+                "lowbit.pieces": _json(tensors),
+            }
             start = _header(index, {}, {})
             # Reads the files of all processes: also those of another machine must be here.
             _Contents(target, start, len(start) + _DIGEST).read()
@@ -637,31 +652,33 @@ def _save_together(target: Path, tree: Any, metadata: Any) -> None:
         raise
 
 
-def _corner(box: Box) -> list[int]:
-    return [start for start, _ in box]
-
-
-def _piece_name(name: str, corner: list[int]) -> str:
+def _piece_name(name: str, corner: tuple[int, ...]) -> str:
     return f"{name}@{','.join(map(str, corner))}"
 
 
 def _parts(target: Path) -> list[str]:
     """The files that the index there names; none if there is no index, or none that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        return list(_mapped(target)[1].files)
+        if target.is_file() and _version(target) == INDEX:  # a pipe would have us wait
+            return list(_mapped(target)[1].files)
     return []
 
 
 def _remove(target: Path, names: list[str]) -> None:
-    """Remove parts that the file there does not name. What cannot be removed stays; the checkpoint is whole."""
-    kept = _parts(target)
-    for name in names:
-        if name not in kept:
-            with contextlib.suppress(OSError):
-                (target.parent / name).unlink(missing_ok=True)
+    """Remove parts, unless the file there names them. What cannot be removed stays; the checkpoint is whole."""
+    for name in {*names} - {*_parts(target)}:
+        with contextlib.suppress(OSError):
+            (target.parent / name).unlink(missing_ok=True)
 
 
 # --- reading
+
+
+def _version(path: str | os.PathLike[str]) -> int | None:
+    """The version of a file by its first bytes, if it is one of ours."""
+    with open(path, "rb") as file:
+        start = _START.match(file.read(64), 8)
+    return start and int(start[1])
 
 
 def _mapped(path: Path, versions: tuple[int, ...] = (VERSION, INDEX)) -> tuple[np.ndarray, "_Contents"]:
@@ -806,7 +823,7 @@ class _Contents:
             pieces: dict[Box, _Piece] = {}
             for corner, number in corners.items():
                 there = tuple((first, cell[first]) for first, cell in zip(corner, cells, strict=True))
-                piece = parts[number].stored.get(_piece_name(name, list(corner)))
+                piece = parts[number].stored.get(_piece_name(name, corner))
                 if piece is None or (piece.dtype, piece.shape) != (dtype, tuple(b - a for a, b in there)):
                     part = _short(parts[number].path.name)
                     raise self.bad(where, f"has a piece at {corner} that is not what is in {part}")
