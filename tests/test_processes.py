@@ -27,7 +27,7 @@ from lowbit.io.safetensors import LowbitFile, is_lowbit_file
 from lowbit.io.source import open_tensors
 
 TESTS = Path(__file__).parent
-TIMEOUT = 180  # seconds, for a hang to become a failure
+TIMEOUT = 120  # seconds, for a hang to become a failure
 
 
 def started(task: str, folder: Path, devices: int) -> list[Any]:
