@@ -249,6 +249,42 @@ def test_arrays_on_several_devices_are_gathered_and_laid_out_as_like_is(tmp_path
         assert got["q"].sharding == sharding and got["q"].codes.sharding == tree["q"].codes.sharding
 
 
+def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
+    tree = {"q": ArrayNF4.quantize(weights(64, 256), 64).T, "w": weights(8, 6), "wide": np.arange(8)}
+    path, taken, read = saved(tmp_path, tree), [], files._Tensor.read
+
+    def counting(self: Any, wanted: Any) -> np.ndarray:
+        taken.append(read(self, wanted).nbytes)
+        return read(self, wanted)
+
+    def like(devices: int, *spec: Any) -> Any:
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=auto, devices=jax.devices()[:devices])
+        rows, given = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec(*spec))
+        arrays = {"q": (rows, (256, 64), np.float32), "w": (given, (8, 6), np.float32), "wide": (rows, (8,), np.int64)}
+        return {name: STRUCT(shape, dtype, sharding=sharding) for name, (sharding, shape, dtype) in arrays.items()}
+
+    monkeypatch.setattr(files._Tensor, "read", counting)
+    got = load(path, like(2, "x"))
+    assert got["q"].sharding.spec == PartitionSpec("x", None)
+    assert got["q"].codes.sharding.spec == PartitionSpec(None, "x")
+    assert type(got["wide"]) is np.ndarray and got["wide"].dtype == np.int64  # which JAX would cut
+    assert sorted(taken) == sorted([64 * 64] * 2 + [64 * 2 * 4] * 2 + [4 * 6 * 4] * 2 + [8 * 8])
+    assert_same(got["q"], tree["q"])
+    assert_same(got["w"], jnp.asarray(tree["w"]))
+    with pytest.raises(
+        ValueError, match=r"a.safetensors: 'q' cannot be laid .*: Axis -2 of length 256 .* 4 devices would"
+    ):
+        load(path, like(8, "x"))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):  # in which shapes know of the mesh, but not of its devices
+        shapes = jax.eval_shape(lambda: {**tree, "w": jax.device_put(jnp.asarray(tree["w"]), PartitionSpec("x"))})
+        shapes["wide"] = like(2, "x")["wide"]
+        assert load(path, shapes)["w"].sharding == NamedSharding(mesh, PartitionSpec("x", None))
+    with pytest.raises(ValueError, match=r"a.safetensors: 'w' cannot be laid out as `like` is: .*divi"):
+        load(path, like(4, None, "x"))
+
+
 def test_a_format_of_the_users_own_comes_back(tmp_path):
     example = module(EXAMPLE)
     q = example.Array6B.quantize(jnp.asarray(weights(33, 77)), axis=-2)
@@ -421,7 +457,8 @@ def test_large_arrays_are_the_mapped_file_itself(tmp_path):
     tree = {"odd": np.ones(3, np.int8), "w": weights(16, 64), "q": Array8B.quantize(weights(64, 64)), "b": weights(5)}
     path = saved(tmp_path, tree)
     file = LowbitFile(path)
-    assert all(file._data[t.start :].ctypes.data % t.dtype.itemsize == 0 for t in jax.tree.leaves(file._tree.children))
+    pieces = [piece for tensor in jax.tree.leaves(file._tree.children) for piece in tensor.pieces.values()]
+    assert len(pieces) == 5 and all(piece.data.ctypes.data % piece.dtype.itemsize == 0 for piece in pieces)
     addresses = {
         file.array("w").ctypes.data % 64,
         *(p.unsafe_buffer_pointer() % 64 for p in jax.tree.leaves(tree["q"])),
@@ -782,7 +819,8 @@ def deep(depth: int) -> str:
 W = "tensor 'w/codes'"
 NF4 = {"parts": {**PARTS, "group_absmax": None, "offset": None}, "spans": [64]}
 LIES: dict[str, tuple[dict[str, Any], str]] = {
-    "newer": ({"texts": {"lowbit.version": "2"}}, "is a lowbit file of version 2, and this lowbit reads version 1"),
+    "newer": ({"texts": {"lowbit.version": "3"}}, "a lowbit file of version 3, and this lowbit reads versions 1 and 2"),
+    "no index": ({"texts": {"lowbit.version": "2"}}, "its metadata must be the texts .*, lowbit.files, lowbit.pieces"),
     "version 0": ({"texts": {"lowbit.version": "0"}}, "version 0"),
     "version text": ({"texts": {"lowbit.version": "one"}}, "is not a lowbit file"),
     "version number": ({"texts": {"lowbit.version": 1}}, "is not a lowbit file"),

@@ -8,6 +8,9 @@ and against the classes it names before an array is made, and what does not fit 
 and the tensor. Classes are found by name among the subclasses of `QuantizedArray` that are imported; nothing is
 imported or run for a file. The header is read here rather than by the `safetensors` package, which copies each tensor
 and lets a name be there twice.
+
+Where several processes save one tree, each writes such a file with its pieces of the arrays, and the file that `save`
+was asked for is the index that puts them together.
 """
 
 import contextlib
@@ -15,10 +18,13 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
+import secrets
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,14 +35,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from lowbit.formats import QuantizedArray
+from lowbit.runtime._compat import mesh_in_context
 
 from ._atomic import written_aside
 from ._checks import are_counts, checked_json
+from ._processes import Box, box, pieces_of, together
 
-VERSION = 1
+VERSION, INDEX = 1, 2  # a file, and one that says in which others the pieces of its tensors lie
 
 # fmt: off
 _DTYPES: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in {
@@ -52,6 +60,8 @@ _NUMBERS: dict[str, Any] = {"bool": lambda text: text == "True", "int": int, "fl
 
 _START = re.compile(rb'\{"__metadata__":\{"lowbit\.version":"(\d{1,9})"')
 _TEXTS = ("lowbit.version", "lowbit.tree", "lowbit.crc32", "lowbit.metadata")
+_INDEX_TEXTS = (*_TEXTS, "lowbit.files", "lowbit.pieces")
+_PART = re.compile(r"[^/\\\0]*-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors")  # a plain name, and no other file's
 _SHA256, _DIGEST = "lowbit.sha256", 32
 _ALIGNMENT = 64  # where JAX takes memory of the host as it is, without a copy
 
@@ -75,6 +85,11 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: dict[str, Any] | 
     The file is written beside `path` and put in its place when all of it is on the disk: whatever happens, `path` is
     the old file or the new one.
 
+    In a program of several processes (`jax.distributed`) all of them must call `save`, with the same tree and the same
+    path on a file system that all see. Each writes the pieces of the arrays that it has to a file of its own beside
+    `path`, and `path` is the index that puts them together; arrays that each process has for itself are those of
+    process 0. Where one process fails, all raise an `OSError`, and the old file is still there.
+
     >>> import tempfile, jax.numpy as jnp, lowbit
     >>> from lowbit.io.safetensors import load, save
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 32))), "b": jnp.zeros(32)}
@@ -84,33 +99,11 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: dict[str, Any] | 
     (64, 16)
     """
     target = Path(os.path.realpath(path))
-    outline = _Outline(target)
-    texts = [str(VERSION), _json(outline.node(tree, ())), "", _told({} if metadata is None else metadata)]
-    # Those of whole cache lines first, then by the size of their elements, so that each lies on a multiple of it.
-    tensors = dict(sorted(outline.tensors.items(), key=lambda t: (_size(t[1]) % _ALIGNMENT > 0, -t[1].dtype.itemsize)))
-
-    def header(crc32: dict[str, str]) -> bytes:
-        texts[2] = _json(crc32)
-        return _header(dict(zip(_TEXTS, texts, strict=True)), tensors)
-
-    start = header(dict.fromkeys(tensors, "0" * 8))
-    # What could not be read is not written.
-    _Contents(target, start, len(start) + sum(map(_size, tensors.values())) + _DIGEST).read()
-    _check_target(target)
-    try:
-        with written_aside(target) as aside, open(aside, "xb") as file:
-            file.write(bytes(len(start)))
-            crc32 = {}
-            for name, array in tensors.items():
-                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                crc32[name] = f"{zlib.crc32(data):08x}"
-                file.write(data)
-            start = header(crc32)
-            file.write(hashlib.sha256(start).digest())
-            file.seek(0)
-            file.write(start)
-    except OSError as error:
-        raise OSError(error.errno, f"Cannot save to {target}: {error.strerror or error}") from error
+    if jax.process_count() > 1:
+        return _save_together(target, tree, metadata)
+    old = _parts(target)
+    _write(target, *_outlined(target, tree, metadata))
+    _remove(target, old)
 
 
 def load(path: str | os.PathLike[str], like: Any = None) -> Any:
@@ -118,7 +111,9 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
 
     - `like`: a tree with the same keys, for containers other than dicts, lists and tuples. Its containers are taken.
       Its leaves, arrays or `jax.ShapeDtypeStruct`s, must agree with the file in shape and dtype, and where they are
-      quantized also in format. A `NamedSharding` of theirs is obeyed, and a numpy array asks for one.
+      quantized also in format. A numpy array asks for one.
+    - A `NamedSharding` of a leaf is obeyed, given for the axes of the array also where it is quantized. A process reads
+      the bytes for its own devices and no others. Of a tensor that it reads only in part, the checksum is not checked.
     - Arrays come as jax arrays, or as numpy arrays where JAX would cut them to 32 bits (without `jax_enable_x64`).
 
     On a CPU the arrays read from the file itself, mapped into memory. Replace such a file, as `save` does, rather than
@@ -136,24 +131,32 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     file = LowbitFile(path)
     made: dict[Any, Any] = {}  # so that what was one array is one again
 
-    def array(node: Any, like: Any = None) -> Any:
+    def once(key: Any, make: Callable[[], Any]) -> Any:
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
+    def tensor(node: _Tensor, sharding: NamedSharding | None) -> Any:
+        if sharding is None:
+            return once((id(node), None), lambda: _on_device(file._view(node)))
+        return once((id(node), sharding), lambda: file._sharded(node, sharding))
+
+    def array(node: Any, path: tuple[Key, ...], like: Any = None) -> Any:
         if not isinstance(node, _Tensor | QuantizedArray):
             return node
-        sharding = getattr(like, "sharding", None)
-        sharding = sharding if isinstance(sharding, NamedSharding) else None
-        as_numpy = isinstance(like, np.ndarray | np.generic)
-        if (key := (id(node), sharding, as_numpy)) not in made:
-            if isinstance(node, _Tensor):
-                made[key] = file._view(node) if as_numpy else _on_device(file._view(node), sharding)
-            elif sharding is None:
-                made[key] = jax.tree.map(array, node)
-            else:
-                made[key] = jax.tree.map(file._view, node).with_sharding(sharding)
-        return made[key]
+        if isinstance(node, _Tensor) and isinstance(like, np.ndarray | np.generic):
+            return once((id(node), np.ndarray), lambda: file._view(node))
+        if (sharding := _sharding_of(like)) is None:
+            return once((id(node), "whole"), lambda: jax.tree.map(lambda part: tensor(part, None), node))
+        try:
+            parts = _part_shardings(node, sharding)
+        except ValueError as error:
+            raise ValueError(f"{file.path}: {_name(path)} cannot be laid out as `like` is: {error}") from None
+        return once((id(node), "cut", sharding), lambda: jax.tree.map(tensor, node, parts))
 
     def plain(node: Any, path: tuple[Key, ...]) -> Any:
         if not isinstance(node, _Container):
-            return array(node)
+            return array(node, path)
         if node.kind not in _OWN:
             raise ValueError(
                 f"{file.path}: {_name(path)} is of the class {_short(node.kind)}, and no dict, list or tuple: "
@@ -168,7 +171,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
             if opened or isinstance(node, _Container) or not _agree(node, like):
                 here, there = _described(node), _described(like)
                 raise ValueError(f"{file.path}: {_name(path)} is {here} in the file and {there} in `like`.")
-            return array(node, like)
+            return array(node, path, like)
         found, rebuilt = opened
         keys = dict.fromkeys(key for key, _ in found)
         for key in {**node.children, **keys}:
@@ -195,8 +198,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def is_lowbit_file(path: str | os.PathLike[str]) -> bool:
     """Whether `save` wrote a file, by its first bytes."""
-    with open(path, "rb") as file:
-        return _START.match(file.read(64), 8) is not None
+    return _version(path) is not None
 
 
 class LowbitFile:
@@ -217,10 +219,10 @@ class LowbitFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._data, contents = _mapped(self.path)
+        contents = _mapped(self.path)[1]
         self.metadata = contents.metadata
         self._tree, self._arrays = contents.read()
-        self._checked: set[_Tensor] = set()
+        self._checked: set[_Piece] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -271,14 +273,27 @@ class LowbitFile:
         return self._arrays[name]
 
     def _view(self, tensor: "_Tensor") -> np.ndarray:
-        data = self._data[tensor.start : tensor.stop]
-        if tensor not in self._checked:
-            if f"{zlib.crc32(data.data):08x}" != tensor.crc32:
-                raise ValueError(f"{self.path}: tensor {_short(tensor.name)} is damaged: its checksum is another.")
-            if tensor.dtype == np.bool_ and (data > 1).any():
-                raise ValueError(f"{self.path}: tensor {_short(tensor.name)} has bytes that are neither 0 nor 1.")
-            self._checked.add(tensor)
-        return data.view(tensor.dtype).reshape(tensor.shape)
+        for piece in tensor.pieces.values():
+            self._check(piece)
+        return tensor.read(_whole(tensor.shape))
+
+    def _sharded(self, tensor: "_Tensor", sharding: NamedSharding) -> Any:
+        if jax.dtypes.canonicalize_dtype(tensor.dtype) != tensor.dtype:
+            return self._view(tensor)  # as `_on_device` has it
+        indices = sharding.addressable_devices_indices_map(tensor.shape).values()
+        wanted = {box(index, tensor.shape) for index in indices}
+        for there, piece in tensor.pieces.items():
+            if sum(_volume(_common(here, there)) for here in wanted) == _volume(there):  # all of it is read
+                self._check(piece)
+        return jax.make_array_from_callback(
+            tensor.shape, sharding, lambda index: tensor.read(box(index, tensor.shape)), dtype=tensor.dtype
+        )
+
+    def _check(self, piece: "_Piece") -> None:
+        if piece not in self._checked:
+            if f"{zlib.crc32(piece.data.data):08x}" != piece.crc32:
+                raise piece.bad("is damaged: its checksum is another")
+            self._checked.add(piece)
 
 
 # --- trees
@@ -295,15 +310,60 @@ class _Container:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Tensor:
-    """A tensor of a file, in the place of the array that it will be."""
+class _Piece:
+    """A tensor of one file: all of an array or of its part, or a piece of it."""
 
+    path: Path
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    data: np.ndarray
     crc32: str
+
+    def bad(self, problem: str) -> ValueError:
+        return ValueError(f"{self.path}: tensor {_short(self.name)} {problem}.")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tensor:
+    """What a file has in the place of an array or of its part: the pieces, by where in it they lie."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    pieces: dict[Box, _Piece]
+
+    def read(self, wanted: Box) -> np.ndarray:
+        """The numbers of a box: a view of the file where one piece has them all."""
+        shape = tuple(stop - start for start, stop in wanted)
+        whole: np.ndarray | None = None
+        for there, piece in self.pieces.items():
+            if not _volume(both := _common(wanted, there)):
+                continue
+            found = piece.data.view(piece.dtype).reshape(piece.shape)[_slices(both, there)]
+            if piece.dtype == np.bool_ and (found.view(np.uint8) > 1).any():
+                raise piece.bad("has bytes that are neither 0 nor 1")
+            if found.shape == shape:
+                return found
+            whole = np.empty(shape, self.dtype) if whole is None else whole
+            whole[_slices(both, wanted)] = found
+        return np.empty(shape, self.dtype) if whole is None else whole
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def _common(a: Box, b: Box) -> Box:
+    return tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+
+
+def _volume(box: Box) -> int:
+    return math.prod(max(stop - start, 0) for start, stop in box)
+
+
+def _slices(box: Box, within: Box) -> Any:
+    # The dots keep what has no axes an array.
+    return (..., *(slice(a - first, b - first) for (a, b), (first, _) in zip(box, within, strict=True)))
 
 
 def _opened(tree: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]] | None:
@@ -349,10 +409,30 @@ def _described(x: Any) -> str:
     return f"{type(x).__name__ if layout else 'an array'} of shape {tuple(x.shape)} and dtype {x.dtype}{layout}"
 
 
-def _on_device(view: np.ndarray, sharding: Any = None) -> Any:
+def _on_device(view: np.ndarray) -> Any:
     if jax.dtypes.canonicalize_dtype(view.dtype) != view.dtype:
         return view  # JAX would cut it to 32 bits
-    return jax.device_put(view, sharding)
+    return jax.device_put(view)
+
+
+def _sharding_of(like: Any) -> NamedSharding | None:
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if isinstance(sharding.mesh, Mesh):
+        return sharding
+    # jax.eval_shape knows of the mesh around it, but not of its devices.
+    mesh = mesh_in_context()
+    return None if mesh is None else NamedSharding(mesh, sharding.spec)
+
+
+def _part_shardings(node: Any, sharding: NamedSharding) -> Any:
+    """The shardings of the tensors of an array, or an error if one would be cut where it cannot be."""
+    if isinstance(node, QuantizedArray):
+        node._check_pieces(sharding.spec, sharding.mesh)
+        return jax.tree.map(functools.partial(NamedSharding, sharding.mesh), node.part_specs(sharding.spec))
+    sharding.shard_shape(node.shape)
+    return sharding
 
 
 def _unique(path: tuple[Key, ...], taken: dict[str, int]) -> str:
@@ -426,8 +506,6 @@ class _Outline:
         dtype = getattr(array, "dtype", None)
         if isinstance(array, Tracer):
             raise self.bad(path, "is traced", "call save outside of jit")
-        if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            raise self.bad(path, "lies on devices of other processes too", "gather it first", ValueError)
         if isinstance(dtype, np.dtype) and not dtype.isnative:
             array = array.astype(dtype := dtype.newbyteorder("="))
         if dtype not in _TYPES:
@@ -461,8 +539,8 @@ def _size(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
 
 
-def _header(texts: dict[str, str], tensors: dict[str, Any]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": texts}
+def _header(texts: dict[str, str], tensors: dict[str, Any], crc32: dict[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": texts | {"lowbit.crc32": _json(crc32)}}
     end = 0
     for name, array in {**tensors, _SHA256: np.zeros(_DIGEST, np.uint8)}.items():
         start, end = end, end + _size(array)
@@ -479,10 +557,131 @@ def _check_target(target: Path) -> None:
         raise IsADirectoryError(f"Cannot save to {target}: it is a directory or a device, not a file.")
 
 
+def _outlined(target: Path, tree: Any, metadata: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """The texts and the tensors of a file, which can be read if it is written."""
+    outline = _Outline(target)
+    told = [str(VERSION), _json(outline.node(tree, ())), "", _told({} if metadata is None else metadata)]
+    texts: dict[str, str] = dict(zip(_TEXTS, told, strict=True))
+    # Those of whole cache lines first, then by the size of their elements, so that each lies on a multiple of it.
+    tensors = dict(sorted(outline.tensors.items(), key=lambda t: (_size(t[1]) % _ALIGNMENT > 0, -t[1].dtype.itemsize)))
+    start = _header(texts, tensors, dict.fromkeys(tensors, "0" * 8))
+    _Contents(target, start, len(start) + sum(map(_size, tensors.values())) + _DIGEST).read()
+    _check_target(target)
+    return texts, tensors
+
+
+def _write(target: Path, texts: dict[str, str], tensors: dict[str, Any]) -> bytes:
+    """Write a file, and have the SHA-256 of its header."""
+    crc32 = dict.fromkeys(tensors, "0" * 8)
+    try:
+        with written_aside(target) as aside, open(aside, "xb") as file:
+            file.write(bytes(len(_header(texts, tensors, crc32))))
+            for name, array in tensors.items():
+                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                crc32[name] = f"{zlib.crc32(data):08x}"
+                file.write(data)
+            start = _header(texts, tensors, crc32)
+            digest = hashlib.sha256(start).digest()
+            file.write(digest)
+            file.seek(0)
+            file.write(start)
+    except OSError as error:
+        raise OSError(error.errno, f"Cannot save to {target}: {error.strerror or error}") from error
+    return digest
+
+
+def _save_together(target: Path, tree: Any, metadata: Any) -> None:
+    """Every process writes a file with its pieces, and then the first one the index that names these files."""
+    here, doing = jax.process_index(), f"Cannot save to {target}"
+    texts: dict[str, str] = {}
+    tensors: dict[str, Any] = {}
+    pieces: dict[str, Any] = {}
+
+    def plan() -> bytes:
+        found, arrays = _outlined(target, tree, metadata)
+        texts.update(found)
+        for name, array in arrays.items():
+            pieces[name] = pieces_of(array)
+            placed = [[process, corner] for corner, (process, _) in pieces[name].items()]
+            tensors[name] = {"dtype": _TYPES[array.dtype], "shape": list(array.shape), "pieces": placed}
+        return secrets.token_bytes(8) + hashlib.sha256(_json([target.name, tensors]).encode()).digest()
+
+    plans = together(doing, plan)
+    if other := [process for process, told in enumerate(plans) if told[8:] != plans[0][8:]]:
+        raise ValueError(
+            f"{doing}: process {other[0]} has another file name or other arrays than process 0. "
+            "All must save the same tree, of arrays that lie on the same devices."
+        )
+    # Fresh names, so that the files of the old index stay as they are until the new one has taken its place.
+    names = [f"{target.stem}-{plans[0][:8].hex()}-{i + 1:05}-of-{len(plans):05}.safetensors" for i in range(len(plans))]
+    part = target.parent / names[here]
+
+    def write() -> bytes:
+        own = {
+            _piece_name(name, corner): piece
+            for name, found in pieces.items()
+            for corner, (process, piece) in found.items()
+            if process == here
+        }
+        digest = _write(part, *_outlined(part, own, {}))
+        if target.exists():
+            shutil.copymode(target, part)
+        return digest
+
+    def publish() -> bytes:
+        if here == 0:
+            old = _parts(target)
+            files = {name: digest.hex() for name, digest in zip(names, digests, strict=True)}
+            index = texts | {
+                "lowbit.version": str(INDEX),
+                "lowbit.files": _json(files),
+                "lowbit.pieces": _json(tensors),
+            }
+            start = _header(index, {}, {})
+            # Reads the files of all processes: also those of another machine must be here.
+            _Contents(target, start, len(start) + _DIGEST).read()
+            _write(target, index, {})
+            _remove(target, old)
+        return b""
+
+    try:
+        digests = together(doing, write)
+        together(doing, publish)
+    except BaseException:
+        _remove(target, [part.name])
+        raise
+
+
+def _piece_name(name: str, corner: tuple[int, ...]) -> str:
+    return f"{name}@{','.join(map(str, corner))}"
+
+
+def _parts(target: Path) -> list[str]:
+    """The files that the index there names; none if there is no index, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        if target.is_file() and _version(target) == INDEX:  # a pipe would have us wait
+            return list(_mapped(target)[1].files)
+    return []
+
+
+def _remove(target: Path, names: list[str]) -> None:
+    """Remove parts, unless the file there names them. What cannot be removed stays; the checkpoint is whole."""
+    for name in {*names} - {*_parts(target)}:
+        with contextlib.suppress(OSError):
+            (target.parent / name).unlink(missing_ok=True)
+
+
 # --- reading
 
 
-def _mapped(path: Path) -> tuple[np.ndarray, "_Contents"]:
+def _version(path: str | os.PathLike[str]) -> int | None:
+    """The version of a file by its first bytes, if it is one of ours."""
+    with open(path, "rb") as file:
+        start = _START.match(file.read(64), 8)
+    return start and int(start[1])
+
+
+def _mapped(path: Path, versions: tuple[int, ...] = (VERSION, INDEX)) -> tuple[np.ndarray, "_Contents"]:
     """The bytes of a file, and what its header says."""
     size = path.stat().st_size
     if size < 8:
@@ -499,30 +698,47 @@ def _mapped(path: Path) -> tuple[np.ndarray, "_Contents"]:
             f"{path} is not a lowbit file: it has none of the metadata that lowbit.save writes. "
             "If it is a model of another library, `lowbit convert` makes a lowbit file of it."
         )
-    if (version := int(start[1])) != VERSION:
+    if (version := int(start[1])) not in versions:
+        if version == INDEX:
+            raise ValueError(f"{path} is an index, where a file with pieces should be.")
         raise ValueError(
-            f"{path} is a lowbit file of version {version}, and this lowbit reads version {VERSION}: install a newer."
+            f"{path} is a lowbit file of version {version}, and this lowbit reads versions {VERSION} and {INDEX}: "
+            "install a newer."
         )
     if hashlib.sha256(header).digest() != data[-_DIGEST:].tobytes():
         raise ValueError(f"{path} is damaged or cut off: its header does not match its checksum.")
-    return data, _Contents(path, header, size)
+    return data, _Contents(path, header, size, data)
 
 
 class _Contents:
     """What a header says, each word of it held against the others and against the size of the file."""
 
-    def __init__(self, path: Path, header: bytes, size: int):
+    def __init__(self, path: Path, header: bytes, size: int, data: np.ndarray | None = None):
         self.path, self.size = path, size
+        self.data = np.empty(0, np.uint8) if data is None else data  # of what is not written yet, no piece is read
         if len(header) > 8 + _MOST_HEADER:
             raise self.bad("its header", f"has {len(header)} bytes, more than {_MOST_HEADER}")
         entries = self.parsed("its header", header[8:])
         texts = entries.pop("__metadata__", None)
-        if not isinstance(texts, dict) or tuple(texts) != _TEXTS or not all(isinstance(t, str) for t in texts.values()):
-            raise self.bad("its metadata", f"must be the texts {', '.join(_TEXTS)}")
+        is_index = isinstance(texts, dict) and texts.get("lowbit.version") == str(INDEX)
+        names = _INDEX_TEXTS if is_index else _TEXTS
+        if not isinstance(texts, dict) or tuple(texts) != names or not all(isinstance(t, str) for t in texts.values()):
+            raise self.bad("its metadata", f"must be the texts {', '.join(names)}")
+        self.stored = self.placed(entries, self.parsed("lowbit.crc32", texts["lowbit.crc32"]), len(header))
+        self.files: dict[str, Any] = {}
+        self.pieces: dict[str, Any] | None = None
+        if is_index:
+            if self.stored:
+                raise self.bad(f"tensor {_short(min(self.stored))}", "lies in an index")
+            self.files = self.parsed("lowbit.files", texts["lowbit.files"])
+            for name in self.files:
+                if not _PART.fullmatch(name):
+                    raise self.bad("lowbit.files", f"names {_short(name)}, which is no name of a file with pieces")
+                if (part := path.parent / name).is_file():
+                    self.size += part.stat().st_size
+            self.pieces = self.parsed("lowbit.pieces", texts["lowbit.pieces"])
         self.metadata = self.parsed("lowbit.metadata", texts["lowbit.metadata"])
-        self.tensors = self.placed(entries, self.parsed("lowbit.crc32", texts["lowbit.crc32"]), len(header))
         self.outline = self.parsed("lowbit.tree", f'{{"tree":{texts["lowbit.tree"]}}}')
-        self.unused = set(self.tensors)
         self.arrays: dict[str, Any] = {}
         self.names: dict[str, int] = {}
         # Tensors are named by their paths, so names that are much longer in all are there to fill the memory.
@@ -536,38 +752,90 @@ class _Contents:
         text = text.encode("utf-8", "replace") if isinstance(text, str) else text
         return checked_json(text, self.size, lambda problem: self.bad(where, problem))
 
-    def placed(self, entries: dict[str, Any], crc32: dict[str, Any], start: int) -> dict[str, _Tensor]:
+    def placed(self, entries: dict[str, Any], crc32: dict[str, Any], start: int) -> dict[str, _Piece]:
         """The tensors where they lie: one after the other, from the end of the header to the end of the file."""
         if [*crc32, _SHA256] != [*entries]:
             odd = _short(sorted({*crc32, _SHA256} ^ {*entries}))
             raise self.bad("lowbit.crc32", f"does not have the tensors of the file in their order: {odd}")
-        tensors: dict[str, _Tensor] = {}
+        tensors: dict[str, _Piece] = {}
         end = start
         for name, entry in entries.items():
             where, code = f"tensor {_short(name)}", crc32.get(name, "0" * 8)
-            match entry:
-                case {"dtype": str(kind), "shape": list(shape), "data_offsets": list(offsets), **rest} if not rest:
-                    dtype: np.dtype | None = _DTYPES.get(kind)
-                case _:
-                    raise self.bad(where, f"is {_short(entry)}, and not a dtype, a shape and data_offsets")
-            if dtype is None:
-                raise self.bad(where, f"has the dtype {_short(kind)}, which is none of {', '.join(_DTYPES)}")
-            # Also of an empty tensor the other axes must be such that numpy and XLA can count its bytes.
-            if not are_counts(shape, _MOST_AXES) or math.prod(n or 1 for n in shape) > max(self.size, 1 << 40):
-                raise self.bad(where, f"has the shape {_short(shape)}")
+            dtype, shape, offsets = self.declared(where, entry, "data_offsets")
             first, end = end, end + math.prod(shape) * dtype.itemsize
             if offsets != [first - start, end - start] or not are_counts(offsets, 2):
                 raise self.bad(where, f"of shape {_short(shape)} lies at {_short(offsets)}")
             if not isinstance(code, str) or not re.fullmatch("[0-9a-f]{8}", code):
                 raise self.bad(where, f"has the checksum {_short(code)}, which is not eight hexadecimal digits")
-            tensors[name] = _Tensor(name, dtype, tuple(shape), first, end, code)
+            tensors[name] = _Piece(self.path, name, dtype, tuple(shape), self.data[first:end], code)
         if end != self.size:
             raise self.bad("its last tensor", f"ends at byte {end}, and the file has {self.size}")
         del tensors[_SHA256]
         return tensors
 
+    def declared(self, where: str, entry: Any, third: str) -> tuple[np.dtype, list[int], list[Any]]:
+        """The dtype and the shape of a tensor, and what else is said of it."""
+        match entry:
+            case {"dtype": str(kind), "shape": list(shape), **rest} if {*rest} == {third} and type(rest[third]) is list:
+                dtype = _DTYPES.get(kind)
+            case _:
+                raise self.bad(where, f"is {_short(entry)}, and not a dtype, a shape and {third}")
+        if dtype is None:
+            raise self.bad(where, f"has the dtype {_short(kind)}, which is none of {', '.join(_DTYPES)}")
+        # Also of an empty tensor the other axes must be such that numpy and XLA can count its bytes.
+        if not are_counts(shape, _MOST_AXES) or math.prod(n or 1 for n in shape) > max(self.size, 1 << 40):
+            raise self.bad(where, f"has the shape {_short(shape)}")
+        return dtype, shape, rest[third]
+
+    def part(self, name: str, digest: Any) -> "_Contents":
+        """What a file says that the index names."""
+        try:
+            data, contents = _mapped(self.path.parent / name, (VERSION,))
+        except (OSError, UnicodeError) as error:
+            raise self.bad(f"its part {_short(name)}", f"cannot be read: {error}") from error
+        if data[-_DIGEST:].tobytes().hex() != digest:
+            raise self.bad(f"its part {_short(name)}", "is not the file that was saved with it")
+        return contents
+
+    def joined(self, tensors: dict[str, Any]) -> dict[str, _Tensor]:
+        """The tensors of an index. Their pieces must be the cells of a grid, so none overlap and nothing is missing."""
+        parts = [self.part(name, digest) for name, digest in self.files.items()]
+        found: dict[str, _Tensor] = {}
+        for name, entry in tensors.items():
+            where = f"tensor {_short(name)}"
+            dtype, shape, given = self.declared(where, entry, "pieces")
+            corners: dict[tuple[int, ...], int] = {}
+            for item in given:
+                match item:
+                    case [int(number), list(corner)] if (
+                        are_counts([number, *corner], 1 + _MOST_AXES)
+                        and number < len(parts)
+                        and len(corner) == len(shape)
+                        and all(first < max(n, 1) for first, n in zip(corner, shape, strict=True))
+                    ):
+                        corners[tuple(corner)] = number
+                    case _:
+                        raise self.bad(where, f"has the piece {_short(item)}")
+            cuts = [[*sorted({corner[axis] for corner in corners}), n] for axis, n in enumerate(shape)]
+            cells = [dict(itertools.pairwise(axis)) for axis in cuts]
+            if any(axis[0] for axis in cuts) or not math.prod(map(len, cells)) == len(corners) == len(given) > 0:
+                raise self.bad(where, "has pieces that overlap or leave something out")
+            pieces: dict[Box, _Piece] = {}
+            for corner, number in corners.items():
+                there = tuple((first, cell[first]) for first, cell in zip(corner, cells, strict=True))
+                piece = parts[number].stored.get(_piece_name(name, corner))
+                if piece is None or (piece.dtype, piece.shape) != (dtype, tuple(b - a for a, b in there)):
+                    part = _short(parts[number].path.name)
+                    raise self.bad(where, f"has a piece at {corner} that is not what is in {part}")
+                pieces[there] = piece
+            found[name] = _Tensor(dtype, tuple(shape), pieces)
+        return found
+
     def read(self) -> tuple[Any, dict[str, Any]]:
         """The tree, with tensors in the place of arrays and of parts, and its arrays by name."""
+        whole = {name: _Tensor(p.dtype, p.shape, {_whole(p.shape): p}) for name, p in self.stored.items()}
+        self.tensors = whole if self.pieces is None else self.joined(self.pieces)
+        self.unused = set(self.tensors)
         try:
             tree = self.node(self.outline["tree"], ())
         except RecursionError:
