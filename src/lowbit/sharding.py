@@ -77,7 +77,8 @@ def _map(leaf: Callable[[Any, Any], Any], tree: Any, logical: Any) -> Any:
             try:
                 return leaf(array, given)
             except ValueError as error:
-                raise ValueError(f"{leaf_path((*outer, *inner)) or 'the array'}: {error}") from None
+                path = leaf_path((*outer, *inner))
+                raise ValueError(f"{path}: {error}" if path else str(error)) from None
 
         return jax.tree_util.tree_map_with_path(named, subtree, is_leaf=is_implicit)
 

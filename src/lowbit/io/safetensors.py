@@ -39,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from lowbit.formats import QuantizedArray
 from lowbit.runtime._compat import mesh_in_context
+from lowbit.sharding import shardings
 
 from ._atomic import written_aside
 from ._checks import are_counts, checked_json
@@ -149,7 +150,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         if (sharding := _sharding_of(like)) is None:
             return once((id(node), "whole"), lambda: jax.tree.map(lambda part: tensor(part, None), node))
         try:
-            parts = _part_shardings(node, sharding)
+            parts = shardings(node, sharding)
         except ValueError as error:
             raise ValueError(f"{file.path}: {_name(path)} cannot be laid out as `like` is: {error}") from None
         return once((id(node), "cut", sharding), lambda: jax.tree.map(tensor, node, parts))
@@ -424,15 +425,6 @@ def _sharding_of(like: Any) -> NamedSharding | None:
     # jax.eval_shape knows of the mesh around it, but not of its devices.
     mesh = mesh_in_context()
     return None if mesh is None else NamedSharding(mesh, sharding.spec)
-
-
-def _part_shardings(node: Any, sharding: NamedSharding) -> Any:
-    """The shardings of the tensors of an array, or an error if one would be cut where it cannot be."""
-    if isinstance(node, QuantizedArray):
-        node._check_pieces(sharding.spec, sharding.mesh)
-        return jax.tree.map(functools.partial(NamedSharding, sharding.mesh), node.part_specs(sharding.spec))
-    sharding.shard_shape(node.shape)
-    return sharding
 
 
 def _unique(path: tuple[Key, ...], taken: dict[str, int]) -> str:
