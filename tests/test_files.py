@@ -281,9 +281,8 @@ def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
         shapes = jax.eval_shape(lambda: {**tree, "w": jax.device_put(jnp.asarray(tree["w"]), PartitionSpec("x"))})
         shapes["wide"] = like(2, "x")["wide"]
         assert load(path, shapes)["w"].sharding == NamedSharding(mesh, PartitionSpec("x", None))
-    with pytest.raises(
-        ValueError, match=r"a.safetensors: 'w' cannot be laid out as `like` is: Axis -1 of length 6 .* 4 devices"
-    ):
+    wrong = r"a.safetensors: 'w' cannot be laid out as `like` is: Axis -1 of length 6 .* 4 devices"
+    with pytest.raises(ValueError, match=wrong):
         load(path, like(4, None, "x"))
 
 
