@@ -8,10 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import measure
-
-import lowbit
 
 STEPS = 20  # of which a run is timed
 
@@ -25,19 +22,13 @@ def main() -> None:
     assert spec and spec.loader
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    absmean = lowbit.QuantizationConfig("ternary", absmean=True)
-    formats = (*example.FORMATS, absmean)
-    rows = example.main(args.seeds, formats)
-    text = jnp.asarray(example.windows(0, 1000))
-    steps = {
-        row[0]: [partial(example.train, jax.random.key(0), text, format, STEPS)]
-        for row, format in zip(rows, formats, strict=True)
-    }
+    rows = example.main(args.seeds)
+    text = example.windows(0, 1000)
+    steps = {f: [partial(example.train, jax.random.key(0), text, f, STEPS)] for f in example.FORMATS}
     times = measure.least(steps, args.repeat)
     report = measure.Report(args, (*example.COLUMNS, "ms a step"))
     for row in rows:
-        name = "ternary, absmean" if row[0] == str(absmean) else row[0]
-        report.row(name, *(None if x != x else x for x in row[1:]), 1e3 * times[row[0]] / STEPS)
+        report.row(row[0], *(None if x != x else x for x in row[1:]), 1e3 * times[row[0]] / STEPS)
     report.save()
 
 

@@ -156,7 +156,7 @@ def test_training_beside_frozen_weights_leaves_them_as_they_are(capsys: pytest.C
 
 def test_training_through_a_format_stores_what_was_trained(capsys: pytest.CaptureFixture[str]) -> None:
     example = load("qat")
-    rows = example.main(seeds=1, formats=("float32", "ternary"), steps=4, sentences=60)
+    rows = example.main(seeds=1, formats=("float32", "ternary"), steps=4, size=40)
     (_, dense, *_), (_, trained, stored, rounded, over, worst, recovered, least) = rows
     assert stored == pytest.approx(trained, rel=1e-5)
     assert dense == rows[0][2] == rows[0][3] < np.log(128)

@@ -1,5 +1,6 @@
 """Training through quantization: a model that is trained as what it will read as when it is stored."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -67,11 +68,12 @@ def learned_scales(
     {'bias': None, 'kernel': (1, 32)}
     """
     structure, leaves, planned_leaves, _ = plan_tree(params, rules, fn, args, strict=True)
-    found = [None] * len(leaves)
+    found: list[Any] = [None] * len(leaves)
     for i, path, planned, _ in planned_leaves:
         if planned.config is not None:
+            config = dataclasses.replace(planned.config, simulate=False)
             with naming(path):
-                scale = quantize(leaves[i], planned.config).scale_values()
-                # Raises what can be known at once: a format without learned scales, a slice of zeros.
-                found[i] = scale if quantize(leaves[i], planned.config, scale=scale) is not None else None
+                scale = quantize(leaves[i], config).scale_values()
+                # By itself, so that what cannot work raises here: a slice of zeros, a format that finds its own scales.
+                found[i] = quantize(leaves[i], config, scale=scale).scale_values()
     return jax.tree.unflatten(structure, found)
