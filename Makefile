@@ -8,7 +8,7 @@ JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all sanitize fuzz docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all sanitize fuzz train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -53,6 +53,10 @@ sanitize: $(VENV)/test
 # Changed files for every reader, 100,000 of them.
 fuzz: $(VENV)/test
 	$(VENV)/bin/python tests/fuzz.py --files 100000
+
+# Models trained from scratch, minutes each.
+train-examples: $(VENV)/test
+	$(VENV)/bin/python examples/qat.py
 
 # The API reference, from the docstrings: build/docs/index.html
 docs: $(VENV)/test

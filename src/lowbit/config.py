@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .formats import FORMATS, Array1B, Array8B, ArrayNF4, Format, QuantizedArray
+from .formats import FORMATS, Array1B, Array8B, ArrayNF4, Format, QuantizedArray, spread
 from .formats.onebit import Kind
 from .runtime import ImplicitArray, ste
 from .runtime._array import dense
@@ -39,6 +39,7 @@ class QuantizationConfig:
       is the fastest and the most exact.
     - `simulate`: give the dense array as it reads after quantization, with a straight-through gradient.
     - `double_quant`: NF4's scales in 8 bits.
+    - `absmean`: ternary as in BitNet b1.58, with mean |w| for a scale and half of it for a threshold.
     - `use_kernel`, `compute`: travel with the array; the settings of the same names win over them.
 
     >>> import jax.numpy as jnp, lowbit
@@ -54,6 +55,7 @@ class QuantizationConfig:
     _: dataclasses.KW_ONLY
     axis: int | tuple[int, ...] | None = None
     double_quant: bool = False
+    absmean: bool = False
     scale_block: int | None = None
     compute: str = "exact"
 
@@ -67,9 +69,10 @@ class QuantizationConfig:
             object.__setattr__(self, "axis", tuple(self.axis))
         if self.compute not in ("exact", "fast"):
             raise ValueError(f"compute={self.compute!r}: the value must be one of 'exact', 'fast'.")
-        if self.double_quant and "double_quant" not in self.format.options:
-            able = ", ".join(f.name for f in FORMATS.values() if "double_quant" in f.options)
-            raise ValueError(f"double_quant=True is for {able}, not for {name!r}.")
+        for option in ("double_quant", "absmean"):
+            if getattr(self, option) and option not in self.format.options:
+                able = ", ".join(f.name for f in FORMATS.values() if option in f.options)
+                raise ValueError(f"{option}=True is for {able}, not for {name!r}.")
         if self.scale_block is not None and self.format.blocked:
             raise ValueError(f"scale_block={self.scale_block} is not for {name!r}: its blocks are set by block_size.")
 
@@ -85,10 +88,13 @@ def quantize(
     dtype: QuantizationType | str | None = None,
     block_size: int = 64,
     simulate: bool = False,
+    *,
+    scale: Any = None,
 ) -> Any:
     """Quantize an array: an implicit array, or with `simulate` the dense array as it reads after quantization.
 
     A `config` wins over the other arguments; the name of a format in its place is a `dtype`. The default is NF4.
+    `scale`: the scales to round by and to store, for instance learned ones, in place of those that fit the array.
 
     >>> import jax.numpy as jnp, lowbit
     >>> w = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -97,7 +103,7 @@ def quantize(
     ('Array8B', (64, 32), (2, 32))
     """
     config = resolved_config(config, dtype, block_size, simulate)
-    return _straight_through(array, config) if config.simulate else _quantize(array, config)
+    return straight_through(array, config, scale=scale) if config.simulate else _quantize(array, config, scale)
 
 
 def straight_through(
@@ -105,8 +111,19 @@ def straight_through(
     config: QuantizationConfig | str | None = None,
     dtype: QuantizationType | str | None = None,
     block_size: int = 64,
+    *,
+    amount: Any = 1,
+    clip: float | None = None,
+    scale: Any = None,
 ) -> jax.Array:
     """What `quantize(array, ...)` reads as, with the gradient of `array` itself: for training through quantization.
+
+    - `amount`: from 0, the array itself, to 1; between them `(1 - amount) * array + amount * quantized`. It may be
+      traced: `amount=step >= 1000` is a warm-up.
+    - `clip`: no gradient for elements beyond `clip` times the largest value that their scale has a code for, so that
+      weights that cannot read as more do not grow on.
+    - `scale`: scales of the shape that is stored, which get a gradient too: that of a learned step size (LSQ,
+      arXiv:1902.08153). What is beyond the largest code has no gradient (`clip` is 1 if not given).
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> w, x = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.ones((2, 8))
@@ -114,7 +131,16 @@ def straight_through(
     >>> bool((g == jax.grad(lambda w: (x @ w).sum())(w)).all())
     True
     """
-    return _straight_through(array, resolved_config(config, dtype, block_size, True))
+    config = resolved_config(config, dtype, block_size, True)
+    array = jnp.asarray(dense(array))
+    if clip is None and scale is None:
+        through = ste(lambda array: _quantize(array, config))(array)
+    else:
+        through = _within_range(array, config, clip, scale)
+    if isinstance(amount, int | float) and amount == 1:
+        return through
+    amount = lax.stop_gradient(jnp.asarray(amount, array.dtype))
+    return (1 - amount) * array + amount * through  # at 0 and 1, the one or the other to the bit
 
 
 def straight_through_nf4(
@@ -205,10 +231,32 @@ def format_options(config: QuantizationConfig) -> dict[str, Any]:
     return {**options, "block_size": config.block_size if config.format.blocked else config.scale_block}
 
 
-def _quantize(array: Any, config: QuantizationConfig) -> QuantizedArray:
-    quantized = config.format.quantize(array, **format_options(config))
+def _quantize(array: Any, config: QuantizationConfig, scale: Any = None) -> QuantizedArray:
+    options = format_options(config)
+    if scale is not None:
+        if config.format.top is None:
+            raise ValueError(f"The format {str(config.dtype)!r} finds its scales itself: scale= is not for it.")
+        options["scale"] = scale
+    quantized = config.format.quantize(array, **options)
     return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
 
 
-def _straight_through(array: Any, config: QuantizationConfig) -> jax.Array:
-    return ste(lambda array: _quantize(array, config))(array)
+def _within_range(array: jax.Array, config: QuantizationConfig, clip: float | None, scale: Any) -> jax.Array:
+    """The straight-through value with no gradient beyond the largest code, and one for the scale if that is given."""
+    if config.format.top is None:
+        raise ValueError(f"clip={clip} needs the largest level of {str(config.dtype)!r}, and its Format has no `top`.")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip={clip} must be positive: it counts in the largest value that a scale has a code for.")
+    quantized = _quantize(lax.stop_gradient(array), config, scale)
+    value = quantized.materialize()
+    scales = quantized.scale_values() if scale is None else jnp.asarray(scale, jnp.float32)
+    wide = spread(scales, quantized.spans, array.shape)
+    # A scale is rounded, and may fall short of the weight that it was made for by that.
+    limit = (1 if clip is None else clip) * config.format.top * (1 + 1e-6)
+    fits = jnp.abs(array) <= limit * wide
+    through = ste(lambda _: value)(jnp.where(fits, array, lax.stop_gradient(array)))
+    if scale is None:
+        return through
+    # d scale * round(w / scale) / d scale, where the slope of round counts as 1, and as 0 beyond the largest code.
+    slope = lax.stop_gradient((value - jnp.where(fits, array, 0)) / wide)
+    return through + (slope * (wide - lax.stop_gradient(wide))).astype(array.dtype)

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -87,6 +87,7 @@ def quantize_tree(
     fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
     strict: bool = False,
+    scales: Any = None,
 ) -> tuple[T, Report]:
     """The parameters of a model with its weights quantized, and a report on every leaf.
 
@@ -97,6 +98,7 @@ def quantize_tree(
       the names of the leaves tell (`kernel` is (in, out), `weight` is (out, in), embeddings go by row). An axis in a
       rule's config wins over both.
     - `strict`: raise where a rule matched nothing, or a leaf could not be quantized as a rule asked.
+    - `scales`: a tree of `learned_scales`, to round by and to store in place of those that fit the weights.
 
     A format for all weights, or the pattern `*`, leaves norms, biases and arrays of fewer than 1,024 elements as they
     are. Any other pattern means what it matches, whatever its size; a vector only if it matches vectors alone. The
@@ -108,25 +110,20 @@ def quantize_tree(
     >>> [(row.path, row.format, row.axis) for row in report]
     [('embed', 'int8', -1), ('up/bias', None, None), ('up/kernel', 'nf4', -2)]
     """
-    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
-    paths, leaves = [leaf_path(path) for path, _ in found], [leaf for _, leaf in found]
-    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    uses = axes_by_program(fn, leaves, partial(jax.tree.unflatten, structure), tuple(args)) if fn else None
-    wanted = [(paths[i], leaves[i], uses[i] if uses else None) for i in arrays]
-    plans, unmatched = plan(rules, wanted, strict=strict)
+    structure, leaves, planned_leaves, unmatched = plan_tree(params, rules, fn, args, strict=strict, scales=scales)
     rows, done = [], {}
-    for i, planned in _with_progress(list(zip(arrays, plans, strict=True)), "quantizing"):
+    for i, path, planned, scale in _with_progress(planned_leaves, "quantizing"):
         leaf, config = leaves[i], planned.config
         # Arrays that are tied stay so, if the same is to be done with them.
-        ties = done.setdefault(id(leaf), {})
+        ties = done.setdefault((id(leaf), id(scale)), {})
         tied = ties[config][0] if config in ties else None
         if tied is None:
-            stored = (leaf, None) if config is None else quantized(paths[i], leaf, config)
+            stored = (leaf, None) if config is None else quantized(path, leaf, config, scale)
             why = f"{planned.why}; no longer tied to {next(iter(ties.values()))[0]}" if ties else planned.why
-            ties[config] = paths[i], *stored
+            ties[config] = path, *stored
             planned = dataclasses.replace(planned, why=why)
         _, leaves[i], error = ties[config]
-        rows.append(dataclasses.replace(row(paths[i], leaf, leaves[i], planned, error), tied=tied))
+        rows.append(dataclasses.replace(row(path, leaf, leaves[i], planned, error), tied=tied))
     return jax.tree.unflatten(structure, leaves), Report(tuple(rows), unmatched)
 
 
@@ -147,6 +144,29 @@ def leaf_path(path: Sequence[Any]) -> str:
     if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def plan_tree(
+    params: Any, rules: Rules, fn: Callable[..., Any] | None, args: Sequence[Any], *, strict: bool, scales: Any = None
+) -> tuple[Any, list[Any], list[tuple[int, str, "Plan", Any]], tuple[str, ...]]:
+    """What the rules mean for a tree: its structure and leaves; place, path, plan and learned scale of each array.
+
+    Last, the patterns that matched none. It depends on paths, shapes and the program alone.
+    """
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
+    paths, leaves = [leaf_path(path) for path, _ in found], [leaf for _, leaf in found]
+    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    uses = axes_by_program(fn, leaves, partial(jax.tree.unflatten, structure), tuple(args)) if fn else None
+    wanted = [(paths[i], leaves[i], uses[i] if uses else None) for i in arrays]
+    plans, unmatched = plan(rules, wanted, strict=strict)
+    given = [None] * len(leaves) if scales is None else structure.flatten_up_to(scales)
+    for i, planned in zip(arrays, plans, strict=True):
+        if scales is not None and (given[i] is None) != (planned.config is None):
+            raise ValueError(
+                f"scales {'lacks' if given[i] is None else 'has'} {paths[i]}, which the rules "
+                f"{'keep' if planned.config is None else 'quantize'}: make it by learned_scales with the same rules."
+            )
+    return structure, leaves, [(i, paths[i], p, given[i]) for i, p in zip(arrays, plans, strict=True)], unmatched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,14 +270,21 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
     return plans
 
 
-def quantized(path: str, leaf: Any, config: QuantizationConfig) -> tuple[Any, float | None]:
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Errors say which leaf they speak of."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def quantized(path: str, leaf: Any, config: QuantizationConfig, scale: Any = None) -> tuple[Any, float | None]:
     """A leaf in its format, and the error that makes where there are numbers to compare."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(partial(quantize, config=config), leaf), None
-    try:
-        stored = quantize(leaf, config)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{path}: {error}") from error
+    with naming(path):
+        stored = quantize(leaf, config, scale=scale)
     traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(stored))
     return stored, None if traced else float(_relative_error(stored, leaf))
 

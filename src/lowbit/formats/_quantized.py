@@ -510,6 +510,24 @@ def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Arr
     return array
 
 
+def checked_scale(scale: Any, shape: Sequence[int], spans: Sequence[int], format: str) -> jax.Array | None:
+    """Scales that were given, if they are as many as the format stores; NaN where they are none."""
+    if scale is None:
+        return None
+    scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
+    want = tuple(stored_length(length, span) for length, span in zip(shape, spans, strict=True))
+    if scale.shape != want:
+        raise ValueError(f"scale= for {format!r} has the shape {scale.shape}, and the array needs scales of {want}.")
+    usable = (scale > 0) & jnp.isfinite(scale)
+    if not isinstance(scale, Tracer) and not bool(usable.all()):
+        first = tuple(int(i) for i in np.argwhere(~np.asarray(usable))[0])
+        raise ValueError(
+            f"scale= for {format!r} must be positive: {int((~usable).sum())} of {scale.size} are not, "
+            f"the first is {scale[first]} at {first}."
+        )
+    return jnp.where(usable, scale, jnp.nan)
+
+
 def finite_or_nan(scales: jax.Array) -> jax.Array:
     """Scales as stored: a block with NaN or infinity in it gets a NaN, and so reads as NaN."""
     scales = scales.astype(jnp.float32)
@@ -544,6 +562,7 @@ class Format:
     - `bits`: per weight, scales not counted.
     - `blocked`: whether it always has blocks; otherwise a scale covers the axis if no block is asked for.
     - `options`: what else `quantize` takes of a `QuantizationConfig`.
+    - `top`: the largest level. Only of formats whose `quantize` takes `scale=`, the scales to round by.
     """
 
     name: str
@@ -552,6 +571,7 @@ class Format:
     bits: float
     blocked: bool = True
     options: frozenset[str] = frozenset()
+    top: float | None = None
 
 
 FORMATS: dict[str, Format] = {}

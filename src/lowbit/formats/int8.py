@@ -23,6 +23,7 @@ from ._quantized import (
     checked_block_size,
     checked_dtype,
     checked_input,
+    checked_scale,
     finite_or_nan,
     raise_if_not_finite,
     register_format,
@@ -41,17 +42,20 @@ class Array8B(QuantizedArray):
     """
 
     @classmethod
-    def quantize(cls, array: Any, dtype: Any = None, axis: Any = None, *, block_size: int | None = None) -> Self:
+    def quantize(
+        cls, array: Any, dtype: Any = None, axis: Any = None, *, block_size: int | None = None, scale: Any = None
+    ) -> Self:
         """Quantize a dense array.
 
         - `axis`: the axis or axes along which one scale is shared (default: the last).
         - `block_size`: one scale for each block of that many elements of the (single) axis.
         - `dtype`: of the array as it reads; default the input's.
+        - `scale`: the scales to round by, if not max |w| / 127; what is beyond 127 of them is cut.
         """
         array = checked_input(array, "int8")
         dtype = checked_dtype(dtype, array, "int8")
         spans = axis_spans(array.shape, -1 if axis is None else axis, checked_block_size(block_size))
-        codes, scales = _encode(array, spans)
+        codes, scales = _encode(array, spans, checked_scale(scale, array.shape, spans, "int8"))
         raise_if_not_finite(array, scales, "int8")
         return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype, spans=spans)
 
@@ -64,17 +68,20 @@ class Array8B(QuantizedArray):
 
 
 @partial(jax.jit, static_argnums=1)
-def _encode(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _encode(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    if scale is not None:
+        return _by_jax(jax.lax.stop_gradient(array), spans, scale)
     return encode(_by_jax, array, spans, "int8")
 
 
-def _by_jax(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     scales = finite_or_nan(block_max(array, spans) / 127)
+    scales = scales if scale is None else jnp.where(jnp.isnan(scales), jnp.nan, scale)
     # Also where the scale is 0, which the division must not meet, or NaN, which has no int8.
     usable = jnp.where(scales > 0, scales, jnp.inf)
     codes = jnp.round(array / spread(usable, spans, array.shape))
     return jnp.clip(jnp.nan_to_num(codes), -127, 127).astype(jnp.int8), scales
 
 
-INT8 = register_format(Format("int8", Array8B.quantize, error=0.0087, bits=8.0, blocked=False))
+INT8 = register_format(Format("int8", Array8B.quantize, error=0.0087, bits=8.0, blocked=False, top=127))

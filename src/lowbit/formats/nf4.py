@@ -30,6 +30,7 @@ from ._quantized import (
     axis_spans,
     checked_dtype,
     checked_input,
+    checked_scale,
     explicit_axes,
     finite_or_nan,
     raise_if_not_finite,
@@ -67,20 +68,30 @@ class ArrayNF4(QuantizedArray):
 
     @classmethod
     def quantize(
-        cls, array: Any, block_size: int = 64, *, axis: int = -1, dtype: Any = None, double_quant: bool = False
+        cls,
+        array: Any,
+        block_size: int = 64,
+        *,
+        axis: int = -1,
+        dtype: Any = None,
+        double_quant: bool = False,
+        scale: Any = None,
     ) -> Self:
         """Quantize a dense array.
 
         - `block_size`: how many elements along `axis` share a scale; a power of two from 16 to 4096.
         - `double_quant`: store the scales in 8 bits, 4.127 bits a weight in all.
         - `dtype`: of the array as it reads; default the input's.
+        - `scale`: the scales to round by, if not max |w|; what is beyond them is cut.
         """
         array = checked_input(array, "nf4")
         dtype = checked_dtype(dtype, array, "nf4")
         if block_size not in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
             raise ValueError(f"block_size={block_size} must be a power of two from 16 to 4096.")
         spans = axis_spans(array.shape, axis, block_size)
-        parts = _encode(array, spans, double_quant)
+        if scale is not None and double_quant:
+            raise ValueError("double_quant=True stores other scales than those given by scale=: choose one of the two.")
+        parts = _encode(array, spans, double_quant, checked_scale(scale, array.shape, spans, "nf4"))
         raise_if_not_finite(array, parts["group_absmax" if double_quant else "scales"], "nf4")
         return cls.build(shape=array.shape, dtype=dtype, spans=spans, **parts)
 
@@ -146,8 +157,11 @@ def _looked_up(table: jax.Array, codes: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool) -> dict[str, Any]:
-    codes, scales = encode(_by_jax, array, spans, "nf4")
+def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool, scale: jax.Array | None) -> dict[str, Any]:
+    if scale is None:
+        codes, scales = encode(_by_jax, array, spans, "nf4")
+    else:
+        codes, scales = _by_jax(jax.lax.stop_gradient(array), spans, scale)
     parts = {"codes": codes, "scales": scales, "group_absmax": None, "offset": None}
     if not double_quant:
         return parts
@@ -162,9 +176,10 @@ def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool) -> dic
     return parts | encode_scales(scales)
 
 
-def _by_jax(array: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     array = array.astype(jnp.float32)
     scales = finite_or_nan(block_max(array, spans))
+    scales = scales if scale is None else jnp.where(jnp.isnan(scales), jnp.nan, scale)
     # The reciprocal of a very large scale would be no normal float. A power of two changes no bit.
     shrink = jnp.where(scales > 1e30, np.float32(2.0**-20), 1)
     inverse = 1 / jnp.where(scales > 0, scales * shrink, 1)
@@ -222,4 +237,6 @@ def _scale_codes() -> np.ndarray:
     return np.searchsorted(midpoints, steps, side="left").astype(np.uint8)
 
 
-NF4 = register_format(Format("nf4", ArrayNF4.quantize, error=0.0920, bits=4.0, options=frozenset({"double_quant"})))
+NF4 = register_format(
+    Format("nf4", ArrayNF4.quantize, error=0.0920, bits=4.0, options=frozenset({"double_quant"}), top=1)
+)

@@ -6,7 +6,8 @@
 Parts: `weight` uint8, four (ternary) or eight (binary) codes a byte along the last stored axis, the first in the
 highest bits; `scale` float32, size 1 along the axes that share a scale, or one for each block.
 The threshold is half the standard deviation of the elements that share a scale, and the scale the one with the least
-squared error: the mean |w| of the elements that are not 0.
+squared error: the mean |w| of the elements that are not 0. `absmean` is the ternary of BitNet b1.58 (arXiv:2402.17764):
+the scale is the mean |w| of all elements, and the threshold half of it, so that codes are round(w / scale), cut to 1.
 """
 
 from functools import partial
@@ -27,6 +28,7 @@ from ._quantized import (
     checked_block_size,
     checked_dtype,
     checked_input,
+    checked_scale,
     finite_or_nan,
     raise_if_not_finite,
     register_format,
@@ -62,15 +64,17 @@ class Array1B(QuantizedArray):
         *,
         kind: Kind = "ternary",
         threshold: float | None = None,
-        scale: bool = True,
+        scale: Any = True,
         block_size: int | None = None,
+        absmean: bool = False,
     ) -> Self:
         """Quantize a dense array.
 
         - `axis`: the axis or axes along which one scale is shared (default: the last).
         - `block_size`: one scale for each block of that many elements of the (single) axis.
         - `threshold`: what is kept, if not half the standard deviation.
-        - `scale`: False for the bare codes.
+        - `scale`: False for the bare codes; or the scales to round by, where half a scale is the threshold.
+        - `absmean`: the scale is mean |w|, and half of it the threshold.
         - `dtype`: of the array as it reads; default the input's.
 
         Integers must be in {-1, 0, 1} ({-1, 1} for binary) and are kept exactly. Under `jit`, where values cannot be
@@ -81,12 +85,20 @@ class Array1B(QuantizedArray):
         if threshold is not None and kind == "binary":
             raise ValueError(f"threshold={threshold} is for kind='ternary': binary keeps every sign.")
         array = checked_input(array, kind, integers=True)
-        dtype = checked_dtype(dtype, array, kind) if scale else np.dtype(dtype or array.dtype)
         spans = axis_spans(array.shape, -1 if axis is None else axis, checked_block_size(block_size))
         exact = not jnp.issubdtype(array.dtype, jnp.floating)
+        given = None if scale is None or isinstance(scale, bool) else checked_scale(scale, array.shape, spans, kind)
+        scaled = scale is None or (scale is True and not exact)
+        dtype = np.dtype(dtype or array.dtype) if scale is False else checked_dtype(dtype, array, kind)
+        if absmean and (kind == "binary" or exact or threshold is not None or not scaled):
+            raise ValueError("absmean=True sets scale and threshold of floating-point weights of kind='ternary'.")
+        if given is not None and (exact or threshold is not None):
+            raise ValueError("scale= of scales sets the threshold too, and is for floating-point weights.")
         if exact:
             _check_integers(array, kind)
-        codes, scales = _encode(array, spans, kind, 0.0 if exact else threshold, scale and not exact)
+        limit = given / 2 if given is not None else 0.0 if exact else threshold
+        codes, scales = _encode(array, spans, kind, limit, scaled, absmean)
+        scales = scales if given is None else scales * given  # 1, or NaN
         raise_if_not_finite(array, scales, kind)
         return cls.build(
             codes=codes,
@@ -123,9 +135,14 @@ def _check_integers(array: jax.Array, kind: Kind) -> None:
         )
 
 
-@partial(jax.jit, static_argnums=(1, 2, 4))
+@partial(jax.jit, static_argnums=(1, 2, 4, 5))
 def _encode(
-    array: jax.Array, spans: tuple[int, ...], kind: Kind, threshold: float | None, scaled: bool
+    array: jax.Array,
+    spans: tuple[int, ...],
+    kind: Kind,
+    threshold: jax.Array | float | None,
+    scaled: bool,
+    absmean: bool,
 ) -> tuple[jax.Array, jax.Array]:
     array = jax.lax.stop_gradient(array).astype(jnp.float32)
     top = finite_or_nan(block_max(array, spans))
@@ -138,19 +155,26 @@ def _encode(
     if kind == "binary":
         codes, kept_count = array >= 0, count
     else:
-        if threshold is None:
+        if absmean:
+            limit = 0.5 * block_sum(size, spans) / count
+        elif threshold is None:
             mean = spread(block_sum(array, spans) / count, spans, array.shape)
             limit = 0.5 * jnp.sqrt(block_sum((array - mean) ** 2, spans) / count)
         else:
             limit = threshold / unit
         nonzero = size > spread(limit, spans, array.shape)
         codes = jnp.where(nonzero, jnp.where(array > 0, 2, 0), 1)
-        size, kept_count = size * nonzero, jnp.maximum(block_sum(nonzero.astype(jnp.float32), spans), 1)
+        if absmean:
+            kept_count = count
+        else:
+            size, kept_count = size * nonzero, jnp.maximum(block_sum(nonzero.astype(jnp.float32), spans), 1)
     scales = block_sum(size, spans) / kept_count * unit
     scales = jnp.where(jnp.isnan(top), jnp.nan, scales if scaled else 1)
     return pack(codes.astype(jnp.uint8), _PER_BYTE[kind]), scales
 
 
 _ternary, _binary = (partial(Array1B.quantize, kind=kind) for kind in ("ternary", "binary"))
-TERNARY = register_format(Format("ternary", _ternary, error=0.444, bits=2.0, blocked=False))
-BINARY = register_format(Format("binary", _binary, error=0.603, bits=1.0, blocked=False))
+TERNARY = register_format(
+    Format("ternary", _ternary, error=0.444, bits=2.0, blocked=False, options=frozenset({"absmean"}), top=1)
+)
+BINARY = register_format(Format("binary", _binary, error=0.603, bits=1.0, blocked=False, top=1))

@@ -63,8 +63,8 @@ class Array8B(_Eformer, lowbit.Array8B):
     positional: ClassVar[tuple[str, ...]] = ("scale", "weight", "axis", "sharding")
 
     @classmethod
-    def quantize(cls, array: Any, dtype: Any = None, axis: Any = None, *, block_size: int | None = None) -> Self:
-        return _quietly(Array8B, array, dtype=dtype, axis=_hashable(axis), block_size=block_size)
+    def quantize(cls, array: Any, dtype: Any = None, axis: Any = None, **options: Any) -> Self:
+        return _quietly(Array8B, array, dtype=dtype, axis=_hashable(axis), **options)
 
 
 @stored
@@ -81,10 +81,8 @@ class ArrayNF4(_Eformer, lowbit.ArrayNF4):
         return super().from_parts(**parts, **given)
 
     @classmethod
-    def quantize(
-        cls, array: Any, block_size: int = 64, *, axis: int = -1, dtype: Any = None, double_quant: bool = False
-    ) -> Self:
-        return _quietly(ArrayNF4, array, block_size=block_size, axis=axis, dtype=dtype, double_quant=double_quant)
+    def quantize(cls, array: Any, block_size: int = 64, **options: Any) -> Self:
+        return _quietly(ArrayNF4, array, block_size=block_size, **options)
 
 
 @stored
@@ -108,14 +106,15 @@ class Array1B(_Eformer, lowbit.Array1B):
         *,
         kind: Kind = "ternary",
         threshold: float | None = None,
-        scale: bool = False,
+        scale: Any = False,
         block_size: int | None = None,
+        absmean: bool = False,
     ) -> Self:
         if jnp.issubdtype(jnp.result_type(array), jnp.integer):  # checked and kept, as lowbit does
             return super().quantize(array, dtype, axis, kind=kind)
         if axis is None and block_size is None:
             axis = tuple(range(jnp.ndim(array)))  # one threshold for the whole array
-        options = {"kind": kind, "threshold": threshold, "scale": scale, "block_size": block_size}
+        options = {"kind": kind, "threshold": threshold, "scale": scale, "block_size": block_size, "absmean": absmean}
         return _quietly(Array1B, array, dtype=dtype, axis=_hashable(axis), **options)
 
 
