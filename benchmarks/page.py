@@ -1,6 +1,6 @@
 """The tables and the figure of the pages in docs, from benchmarks/results.
 
-python benchmarks/page.py [performance] [training-qat]      the figure needs matplotlib: pip install 'lowbit[plot]'
+python benchmarks/page.py [performance] [sharding] [training-qat]      the figure needs matplotlib: pip install 'lowbit[plot]'
 """
 
 import json
@@ -94,7 +94,7 @@ def figure(name: str, shape: str, path: Path) -> None:
 
 
 def main() -> None:
-    for page in sys.argv[1:] or ("performance", "training-qat"):
+    for page in sys.argv[1:] or ("performance", "sharding", "training-qat"):
         write(DOCS / f"{page}.md")
 
 
