@@ -79,7 +79,7 @@ class LoraArray(ImplicitArray):
 
     @property
     def dtype(self) -> Any:
-        return self.base.dtype
+        return (self.a if self.base is None else self.base).dtype
 
     @property
     def roles(self) -> str:
