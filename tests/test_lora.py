@@ -1,5 +1,6 @@
 """Adapters over frozen weights: the same as the dense sum in every program, fused, and trained alone."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ def adapted(params: Any, rules: Any = "*", rank: int = 3, **options: Any) -> Any
     )
 
 
+@functools.cache
+def adapted_weights(layout: Layout) -> dict[str, LoraArray]:
+    return adapted(weights(layout))
+
+
 # Where an adapter has a rule, or its parts cross the border of a program. Each format has its turn.
 FEATURES = [
     *LAYOUT_MATTERS,
@@ -55,7 +61,7 @@ FEATURES += ["grad_of_the_weight", "barriers"]
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_equals_the_dense_program(feature: str) -> None:
     layout = layouts()[FEATURES.index(feature) % len(layouts())]
-    x, p = activations(), adapted(weights(layout))
+    x, p = activations(), adapted_weights(layout)
     want = DENSE[feature](x, lowbit.materialize(p))
     with lowbit.materialization("error" if feature in FUSED else "allow"):
         traced = jax.jit(implicit(ALL[feature])).trace(x, p)
@@ -172,7 +178,7 @@ def test_only_the_adapters_have_gradients_and_no_base_is_built() -> None:
 
 
 def test_layers_outside_of_implicit_and_rows_that_are_no_layers() -> None:
-    x, p = activations(), adapted(weights(layouts()[0]))
+    x, p = activations(), adapted_weights(layouts()[0])
     square = p["square"]
     got = jax.vmap(lambda w: x @ w)(p["stack"])  # JAX takes the layers of every part
     assert_close(got, x @ p["stack"].materialize())
@@ -319,7 +325,7 @@ def test_adapters_lie_where_the_base_does() -> None:
 
 
 def test_experts_in_groups_of_rows() -> None:
-    w = adapted(weights(layouts()[0]))["stack"]
+    w = adapted_weights(layouts()[0])["stack"]
     x, sizes = jnp.tile(activations(), (2, 1)), jnp.array([3, 0, 2 * ROWS - 3])
     with lowbit.materialization("error"):
         got = implicit(lax.ragged_dot)(x, w, sizes)
