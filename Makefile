@@ -8,7 +8,7 @@ JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all sanitize fuzz docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all sanitize fuzz train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -25,7 +25,7 @@ tests: $(VENV)/test
 	LOWBIT_TEST_LAYOUTS=one $(VENV)/bin/python -m pytest -n $(JOBS)
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
-ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files exchange cli package config new_format
+ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files exchange cli package config new_format qlora
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
@@ -53,6 +53,10 @@ sanitize: $(VENV)/test
 # Changed files for every reader, 100,000 of them.
 fuzz: $(VENV)/test
 	$(VENV)/bin/python tests/fuzz.py --files 100000
+
+# The examples of training in full, on the language model of the demo.
+train-examples: $(VENV)/test
+	$(VENV)/bin/python examples/qlora.py
 
 # The API reference, from the docstrings: build/docs/index.html
 docs: $(VENV)/test

@@ -157,4 +157,4 @@ def test_training_beside_frozen_weights_leaves_them_as_they_are(capsys: pytest.C
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
-    assert path.stem in {"new_format", "optax_frozen", *MODELS}  # each has a test
+    assert path.stem in {"new_format", "optax_frozen", "qlora", *MODELS}  # each has a test
