@@ -73,7 +73,7 @@ def lora(
         rule, own_rank = ordered[r]
         if own_rank is None:
             continue
-        able = [i for i in members if _takes_adapter(paths[i], leaves[i], rule)]
+        able = [i for i in members if _takes_adapter(paths[i], leaves[i], rule, uses[i] if uses else None)]
         if not able:
             raise ValueError(
                 f"{rule.pattern!r} matches {', '.join(paths[i] for i in members[:20])}, but no weight that could have "
@@ -130,12 +130,14 @@ def _ranks(rules: Any, rank: int) -> list[tuple[Rule, int | None]]:
     return ordered
 
 
-def _takes_adapter(path: str, leaf: Any, rule: Rule) -> bool:
+def _takes_adapter(path: str, leaf: Any, rule: Rule, use: Found | None) -> bool:
     if isinstance(leaf, LoraArray):
         raise ValueError(f"{path} has an adapter already: merge it first.")
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or axes_by_name(path, leaf.shape).vector:
         return False
-    return not rule.is_default or math.prod(leaf.shape) >= SMALL
+    # What is added, as the embedding of positions is, would be made dense at every step.
+    worth = math.prod(leaf.shape) >= SMALL and (use is None or use.multiplied)
+    return worth or not rule.is_default
 
 
 def _adapted(path: str, base: Any, rank: int, scale: float, key: jax.Array, dtype: Any, use: Found | None) -> LoraArray:

@@ -184,7 +184,8 @@ def _product(
         (w.b, [*of_w[: w.layers], rank, *of_w[w.layers + w.inputs :]]),
     ]
     # The factor with the axes that are summed over comes first, and leaves `rank` numbers of each row.
-    near, far = factors if any(c in factors[0][1] for c in summed[:1]) else factors[::-1]
+    roles = {w.roles[j] for j in w_sum}
+    near, far = factors[::-1] if OF_B in roles and OF_A not in roles else factors
     between = [c for c in dict.fromkeys((*of_x, *near[1])) if c in far[1] or c in out]
     specs: dict[str, Any] = {}
     if out_sharding is not None:
@@ -210,10 +211,8 @@ def _on(fn: Callable[..., Any], *operands: Any) -> Any:
 @register("ragged_dot_general")
 def _(x: jax.Array, w: LoraArray, group_sizes: jax.Array, *, ragged_dot_dimension_numbers: Any, **params: Any) -> Any:
     dims = ragged_dot_dimension_numbers
-    plain = (((1,), (1,)), ((), ())), (0,), (0,)
-    if (dims.dot_dimension_numbers, dims.lhs_ragged_dimensions, dims.rhs_group_dimensions) != tuple(
-        map(_tuples, plain)
-    ) or w.roles != BOTH + OF_A + OF_B:
+    given = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
+    if _tuples(given) != ((((1,), (1,)), ((), ())), (0,), (0,)) or w.roles != BOTH + OF_A + OF_B:
         return NotImplemented
 
     def product(x: jax.Array, w: Any) -> jax.Array:
