@@ -25,7 +25,8 @@ tests: $(VENV)/test
 	LOWBIT_TEST_LAYOUTS=one $(VENV)/bin/python -m pytest -n $(JOBS)
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
-ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config new_format
+ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
+  new_format qlora
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
@@ -54,8 +55,9 @@ sanitize: $(VENV)/test
 fuzz: $(VENV)/test
 	$(VENV)/bin/python tests/fuzz.py --files 100000
 
-# Models trained from scratch, minutes each.
+# The examples of training in full: the language model of the demo, and models from scratch; minutes each.
 train-examples: $(VENV)/test
+	$(VENV)/bin/python examples/qlora.py
 	$(VENV)/bin/python examples/qat.py
 
 # The API reference, from the docstrings: build/docs/index.html

@@ -1,6 +1,8 @@
 """The tables and the figure of the pages in docs, from benchmarks/results.
 
-python benchmarks/page.py [performance] [sharding] [training-qat]      the figure needs matplotlib: pip install 'lowbit[plot]'
+python benchmarks/page.py [performance] [sharding] [training]
+
+The figure needs matplotlib: pip install 'lowbit[plot]'
 """
 
 import json
@@ -94,7 +96,7 @@ def figure(name: str, shape: str, path: Path) -> None:
 
 
 def main() -> None:
-    for page in sys.argv[1:] or ("performance", "sharding", "training-qat"):
+    for page in sys.argv[1:] or ("performance", "sharding", "training"):
         write(DOCS / f"{page}.md")
 
 

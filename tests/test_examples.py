@@ -168,4 +168,4 @@ def test_training_through_a_format_stores_what_was_trained(capsys: pytest.Captur
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < (160 if path.stem == "qat" else 80)  # which brings text and training
-    assert path.stem in {"new_format", "optax_frozen", "qat", *MODELS}  # each has a test
+    assert path.stem in {"new_format", "optax_frozen", "qat", "qlora", *MODELS}  # each has a test

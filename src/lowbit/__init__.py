@@ -1,6 +1,8 @@
 """Low-bit arrays for JAX: weights in 8, 4, 2 or 1 bits that go on being arrays."""
 
 from . import rules as rules
+from .adapters import lora as lora
+from .adapters import merge as merge
 from .config import QuantizationConfig as QuantizationConfig
 from .config import QuantizationType as QuantizationType
 from .config import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
@@ -23,6 +25,7 @@ from .io.safetensors import save as save
 from .kernels._table import compute as compute
 from .kernels._table import is_kernel_available as is_kernel_available
 from .kernels._table import use_kernel as use_kernel
+from .low_rank import LoraArray as LoraArray
 from .qat import learned_scales as learned_scales
 from .qat import straight_through_tree as straight_through_tree
 from .report import Report as Report
@@ -43,3 +46,4 @@ from .tree import dequantize_tree as dequantize_tree
 from .tree import is_frozen as is_frozen
 from .tree import partition as partition
 from .tree import quantize_tree as quantize_tree
+from .tree import trainable as trainable

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from .axes import Found, axes_by_name, axes_by_program
 from .config import QuantizationConfig, quantize
 from .formats import FORMATS, QuantizedArray
+from .low_rank import LoraArray
 from .report import Report, Row
 from .runtime import is_implicit, materialize
 
@@ -193,11 +194,7 @@ def plan(
             by_rule.setdefault(chosen, []).append(i)
     unmatched = tuple(rule.pattern for r, rule in enumerate(ordered) if r not in by_rule)
     if strict and unmatched:
-        known = ", ".join(path for path, *_ in leaves[:20])
-        raise ValueError(
-            f"No leaf matches {', '.join(map(repr, unmatched))} (or an earlier rule took it). "
-            f"The paths are {known}{', ...' if len(leaves) > 20 else ''}."
-        )
+        raise ValueError(no_match(unmatched, [path for path, *_ in leaves]))
     plans = dict.fromkeys(range(len(leaves)), _kept("no rule matches"))
     for r, members in by_rule.items():
         plans |= _plans(ordered[r], {i: leaves[i] for i in members})
@@ -205,6 +202,12 @@ def plan(
     if strict and refused:
         raise ValueError("Could not quantize as asked: " + "; ".join(refused) + ".")
     return list(plans.values()), unmatched
+
+
+def no_match(patterns: Iterable[str], paths: Sequence[str]) -> str:
+    """What to say of patterns that no leaf matches."""
+    known = f"{', '.join(paths[:20])}{', ...' if len(paths) > 20 else ''}"
+    return f"No leaf matches {', '.join(map(repr, patterns))} (or an earlier rule took it). The paths are {known}."
 
 
 def row(path: str, before: Any, after: Any, plan: Plan, error: float | None) -> Row:
@@ -241,6 +244,8 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
     for i, (path, leaf, used) in members.items():
         if isinstance(leaf, QuantizedArray):
             plans[i] = _kept(f"quantized already, as {type(leaf).__name__}", refused=not rule.is_default)
+        elif isinstance(leaf, LoraArray):
+            plans[i] = _kept("it has an adapter", refused=not rule.is_default)
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             plans[i] = _kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
         else:
@@ -323,9 +328,10 @@ def _bar(stack: ExitStack, doing: str, total: int) -> tuple[Any, Any]:
 
 
 def is_frozen(x: Any) -> bool:
-    """Whether `x` is stored as it is: a quantized array as a whole, or an array without a derivative.
+    """Whether `x` cannot be trained: a quantized array as a whole, or an array without a derivative.
 
-    For `is_leaf` too: containers are not frozen, what is in them may be.
+    For `is_leaf` too: containers are not frozen, what is in them may be. Of all that could be trained, `trainable` says
+    what is.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8), "step": jnp.int32(0)}
@@ -335,12 +341,54 @@ def is_frozen(x: Any) -> bool:
     return isinstance(x, QuantizedArray) or (hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def partition(tree: Any) -> tuple[Any, Any]:
+def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
+    """Which leaves are trained: a tree of True and False, as a mask for optax or a filter for Equinox.
+
+    - Where there are adapters (`lora`), they alone are trained. Otherwise all arrays of floating-point numbers are.
+    - `train`: patterns, as in a `Rule`, of the leaves to train instead. Adapters are trained in any case.
+
+    One False stands for all parts of a quantized array.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 32))), "b": jnp.zeros(32)}
+    >>> lowbit.trainable(params)
+    {'b': True, 'w': False}
+    >>> params = lowbit.lora(params, "w", key=jax.random.key(0))
+    >>> lowbit.trainable(params)["b"], lowbit.trainable(params, train="b")["b"]
+    (False, True)
+    """
+    patterns = None if train is None else [Rule(p, None) for p in ([train] if isinstance(train, str) else train)]
+    found, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_frozen(x) or isinstance(x, LoraArray)
+    )
+    adapted = any(isinstance(leaf, LoraArray) for _, leaf in found)
+    used: set[str] = set()
+
+    def chosen(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, LoraArray):
+            return leaf.replace(base=False, a=True, b=True)
+        if patterns is None:
+            return hasattr(leaf, "dtype") and not is_frozen(leaf) and not adapted
+        matching = {rule.pattern for rule in patterns if hasattr(leaf, "dtype") and rule.matches(path, leaf)}
+        used.update(matching)
+        if matching and is_frozen(leaf):
+            kind = type(leaf).__name__ if isinstance(leaf, QuantizedArray) else f"an array of {leaf.dtype}"
+            raise ValueError(f"train={sorted(matching)[0]!r} matches {path}, which is {kind} and cannot be trained.")
+        return bool(matching)
+
+    mask = [chosen(leaf_path(path), leaf) for path, leaf in found]
+    unused = [rule.pattern for rule in patterns or () if rule.pattern not in used]
+    if unused:
+        raise ValueError(no_match(unused, [leaf_path(path) for path, _ in found]))
+    return jax.tree.unflatten(structure, mask)
+
+
+def partition(tree: Any, train: str | Iterable[str] | None = None) -> tuple[Any, Any]:
     """The trainable and the frozen leaves, each in a tree of the same structure with None in the other's places.
 
-    Trainable are arrays of floating-point numbers. The rest is frozen: quantized arrays, integers, and whatever a
-    model holds beside its arrays. `jax.grad` and optimizers see the trainable tree only, so no step changes a stored
-    bit or scale.
+    Trainable are the adapters, where `lora` has put some, and else all arrays of floating-point numbers; `train` has
+    patterns for others (see `trainable`). The rest is frozen: quantized arrays, integers, and whatever a model holds
+    beside its arrays. `jax.grad` and optimizers see the trainable tree only, so no step changes a stored bit or scale.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8)}
@@ -349,11 +397,11 @@ def partition(tree: Any) -> tuple[Any, Any]:
     >>> jax.grad(loss)(trainable, jnp.ones((2, 64)))
     {'b': Array([2., 2., 2., 2., 2., 2., 2., 2.], dtype=float32), 'w': None}
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_frozen)
-    trained = [hasattr(leaf, "dtype") and not is_frozen(leaf) for leaf in leaves]
-    trainable = [leaf if chosen else None for leaf, chosen in zip(leaves, trained, strict=True)]
-    frozen = [None if chosen else leaf for leaf, chosen in zip(leaves, trained, strict=True)]
-    return jax.tree.unflatten(structure, trainable), jax.tree.unflatten(structure, frozen)
+    mask = trainable(tree, train)
+    return (
+        jax.tree.map(lambda chosen, leaf: leaf if chosen else None, mask, tree),
+        jax.tree.map(lambda chosen, leaf: None if chosen else leaf, mask, tree),
+    )
 
 
 def combine(trainable: Any, frozen: Any) -> Any:

@@ -221,10 +221,12 @@ def forward(
     *,
     last: Any = None,
     formats: Formats = DENSE,
+    remat: bool = False,
 ) -> tuple[jax.Array, Cache | None]:
     """Logits of `tokens` (batch, length), and the cache with them written at `start`.
 
-    With `last`, only the logits after that token are computed. `formats` are those of the cache.
+    With `last`, only the logits after that token are computed. `formats` are those of the cache. With `remat`, a
+    gradient computes each layer anew and keeps only what goes from one to the next.
     """
     batch, length = tokens.shape
     heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
@@ -257,6 +259,7 @@ def forward(
         return (x, cache), None
 
     x = params["embed"][tokens].astype(jnp.float32)  # whatever the weights are
+    layer = jax.checkpoint(layer) if remat else layer
     (x, cache), _ = lax.scan(layer, (x, cache), (jnp.arange(config.layers), params["layers"]))
     if last is not None:
         x = lax.dynamic_slice_in_dim(x, last, 1, axis=1)

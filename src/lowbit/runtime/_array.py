@@ -94,6 +94,15 @@ class ImplicitArray:
         """The same array with no work deferred; what `implicit` returns to its caller."""
         return self
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether a layer of it, along its first axis, is made of the layers of its fields.
+
+        `scan` then slices each field as it would alone. Otherwise it hands in the whole array and the number of the
+        layer, which copies nothing; but a gradient of such a part is summed up whole at every step.
+        """
+        return False
+
     def plain(self) -> Self:
         """The same array stored such that a piece of its parts is a piece of it."""
         return self

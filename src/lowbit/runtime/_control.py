@@ -175,12 +175,11 @@ def _(
     consts = operands[:num_consts]
     init = list(operands[num_consts : num_consts + num_carry])
     xs = operands[num_consts + num_carry :]
-    # JAX would slice, that is copy, each layer of a stack. A stack goes in whole, with the number of the layer.
-    sliced = [None if is_implicit(x) else x for x in xs]
+    sliced = list(map(_sliced, xs))
 
     def step(carry: Any, x: Any) -> tuple[list[Any], list[Any]]:
         i, slices = x
-        layers = [_layer(stack, i) if is_implicit(stack) else s for stack, s in zip(xs, slices, strict=True)]
+        layers = [_layer(stack, i, s) for stack, s in zip(xs, slices, strict=True)]
         outs = interpret(jaxpr.jaxpr, jaxpr.consts, [*consts, *carry, *layers])
         return outs[:num_carry], [_resolved(y) for y in outs[num_carry:]]
 
@@ -200,7 +199,21 @@ def _(
     return [*carry, *ys]
 
 
-def _layer(stack: ImplicitArray, i: Any) -> Any:
+def _sliced(stack: Any) -> Any:
+    """What JAX slices of a stack. It would copy each layer, so that an implicit one goes in whole, with its number."""
+    if not is_implicit(stack):
+        return stack
+    return list(map(_sliced, stack._flatten()[0])) if stack.is_stack else None
+
+
+def _layer(stack: Any, i: Any, slices: Any) -> Any:
+    """The layer of a stack, of which JAX has sliced `slices`."""
+    if not is_implicit(stack):
+        return slices
+    if stack.is_stack:
+        fields, static = stack._flatten()
+        return stack._unflatten(static, [_layer(field, i, s) for field, s in zip(fields, slices, strict=True)])
+
     def take(dense_stack: jax.Array, i: Any) -> jax.Array:
         starts = [i] + [jnp.zeros_like(i)] * (dense_stack.ndim - 1)
         return lax.squeeze(lax.dynamic_slice(dense_stack, starts, (1, *dense_stack.shape[1:])), (0,))

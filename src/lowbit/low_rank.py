@@ -1,0 +1,373 @@
+"""LoraArray: a frozen array and a low-rank one that is trained, side by side. Every product with it is two."""
+
+import dataclasses
+import math
+import string
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .runtime import ImplicitArray, aux_field, is_implicit, register
+from .runtime._array import dense
+from .runtime._interpret import run
+
+# What an axis is to the factors: one of both, of `a`, of `b`.
+BOTH, OF_A, OF_B = "sab"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LoraArray(ImplicitArray):
+    """`base + scale * (a @ b)`, read as the dtype of `base`.
+
+    - `base`: quantized or dense, of the shape (*stack, *in, *out).
+    - `a`: (*stack, *in, rank), `b`: (*stack, rank, *out). Both are arrays of floats, for the optimizer.
+    - `inputs`: how many axes `in` has. The rest follows from the number of axes of each, so that a leading axis may
+      come and go.
+
+    `lowbit.lora` makes them for a whole model. After `lowbit.partition` one of the trees has the factors, with None for
+    the base, and the other the base alone.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> base = lowbit.quantize(jnp.ones((64, 32)), "int8")
+    >>> w = lowbit.LoraArray(base, a=jnp.ones((64, 2)), b=jnp.ones((2, 32)), scale=0.5)
+    >>> (jnp.ones((1, 64)) @ w)[0, 0], w.materialize()[0, 0]
+    (Array(128., dtype=float32), Array(2., dtype=float32))
+    """
+
+    base: Any
+    a: Any
+    b: Any
+    scale: float = aux_field(default=1.0)
+    inputs: int = aux_field(default=1)
+
+    def __post_init__(self) -> None:
+        shapes = self.base.shape, self.a.shape, self.b.shape
+        layers = len(self.a.shape) - 1 - self.inputs
+        if layers < 0 or self.b.ndim <= layers or self.a.shape[-1] != self.b.shape[layers] or self.shape != shapes[0]:
+            raise ValueError(
+                f"A LoraArray of a base of shape {shapes[0]} with {self.inputs} axis of inputs cannot have factors of "
+                f"the shapes {shapes[1]} and {shapes[2]}: they are (*stack, *in, rank) and (*stack, rank, *out)."
+            )
+
+    def replace(self, **changes: Any) -> Self:
+        """The same array with some fields changed, as `dataclasses.replace` but without a check."""
+        fields, static = self._fields()
+        new = object.__new__(type(self))
+        new.__dict__.update({name: getattr(self, name) for name in (*fields, *static)}, **changes)
+        return new
+
+    # --- what it is
+
+    @property
+    def layers(self) -> int:
+        """How many axes count layers: those that the base and both factors have in common."""
+        return len(self.a.shape) - 1 - self.inputs
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.a is None or self.b is None:  # taken apart by `partition`
+            return tuple(self.base.shape)
+        return (*self.a.shape[:-1], *self.b.shape[self.layers + 1 :])
+
+    @property
+    def dtype(self) -> Any:
+        return (self.a if self.base is None else self.base).dtype
+
+    @property
+    def roles(self) -> str:
+        """For each axis, which of the factors has it."""
+        count = self.layers + self.inputs
+        return BOTH * self.layers + OF_A * self.inputs + OF_B * (len(self.shape) - count)
+
+    @property
+    def is_stack(self) -> bool:
+        return self.layers > 0
+
+    def resolved(self) -> Self:
+        return self.replace(base=self.base.resolved()) if is_implicit(self.base) else self
+
+    @property
+    def mT(self) -> Any:
+        if (self.inputs, len(self.shape) - self.layers) != (1, 2):
+            return super().mT
+        return self.replace(base=self.base.mT, a=self.b.mT, b=self.a.mT)
+
+    @property
+    def T(self) -> Any:
+        return self.mT if self.ndim == 2 else super().T
+
+    # --- back to numbers
+
+    def delta(self) -> jax.Array:
+        """`scale * (a @ b)`: what was learned, in the shape of the array."""
+        batch = tuple(range(self.layers))
+        return self.scale * lax.dot_general(self.a, self.b, (((self.a.ndim - 1,), (self.layers,)), (batch, batch)))
+
+    def materialize(self) -> jax.Array:
+        delta = self.delta()
+        wide = jnp.promote_types(self.dtype, delta.dtype)  # rounded once, after the sum
+        return (dense(_on(lambda base: base.astype(wide), self.base)) + delta).astype(self.dtype)
+
+    # --- sharding
+
+    def plain(self) -> Self:
+        return self.replace(base=self.base.plain()) if is_implicit(self.base) else self
+
+    def part_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        before, both = entries[: self.layers + self.inputs], entries[: self.layers]
+        return self.replace(
+            base=self.base.part_specs(spec, mesh) if is_implicit(self.base) else spec,
+            a=PartitionSpec(*before, None),
+            b=PartitionSpec(*both, None, *entries[len(before) :]),
+        )
+
+    def logical_spec(self) -> PartitionSpec | None:
+        if is_implicit(self.base):
+            return self.base.logical_spec()
+        return getattr(getattr(self.base, "sharding", None), "spec", None)
+
+
+# --- products
+
+
+@register("dot_general")
+def _(x: jax.Array, w: LoraArray, **params: Any) -> Any:
+    return _product(x, w, **params)
+
+
+@register("dot_general")
+def _(w: LoraArray, x: jax.Array, *, dimension_numbers: Any, **params: Any) -> Any:
+    return _product(
+        x, w, dimension_numbers=tuple(side[::-1] for side in dimension_numbers), weight_first=True, **params
+    )
+
+
+def _product(
+    x: jax.Array,
+    w: LoraArray,
+    *,
+    dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any = None,
+    weight_first: bool = False,
+    **params: Any,
+) -> Any:
+    """x by the base, and x by one factor and then by the other. The numbers speak of x and then of w."""
+    if any(value is not None for value in params.values()):
+        return NotImplemented
+    (x_sum, w_sum), (x_batch, w_batch) = dimension_numbers
+    dtype = preferred_element_type or jnp.promote_types(x.dtype, w.dtype)
+
+    def with_base(x: Any, base: Any) -> Any:
+        options: Any = {"precision": precision, "preferred_element_type": dtype, "out_sharding": out_sharding}
+        if weight_first:
+            return lax.dot_general(base, x, tuple(side[::-1] for side in dimension_numbers), **options)
+        return lax.dot_general(x, base, dimension_numbers, **options)
+
+    # Each axis a letter, as in an einsum.
+    letters = iter(string.ascii_letters)
+    rank, of_w, of_x = next(letters), [next(letters) for _ in w.shape], [next(letters) for _ in x.shape]
+    for i, j in zip((*x_sum, *x_batch), (*w_sum, *w_batch), strict=True):
+        of_x[i] = of_w[j]
+    summed, batch = [of_w[j] for j in w_sum], [of_w[j] for j in w_batch]
+    free = [[c for c in side if c not in (*summed, *batch)] for side in (of_x, of_w)]
+    out = [*batch, *(free[1] + free[0] if weight_first else free[0] + free[1])]
+    factors = [
+        (w.a, [*(c for c, role in zip(of_w, w.roles, strict=True) if role != OF_B), rank]),
+        (w.b, [*of_w[: w.layers], rank, *of_w[w.layers + w.inputs :]]),
+    ]
+    # The factor with the axes that are summed over comes first, and leaves `rank` numbers of each row.
+    roles = {w.roles[j] for j in w_sum}
+    near, far = factors[::-1] if OF_B in roles and OF_A not in roles else factors
+    between = [c for c in dict.fromkeys((*of_x, *near[1])) if c in far[1] or c in out]
+    specs: dict[str, Any] = {}
+    if out_sharding is not None:
+        entry = dict(zip(out, (*out_sharding.spec, *[None] * len(out)), strict=False))
+        specs["out_sharding"] = NamedSharding(out_sharding.mesh, PartitionSpec(*(entry.get(c) for c in between)))
+    few = _einsum(x, near, of_x, between, w.dtype, precision=precision, **specs) * w.scale
+    if out_sharding is not None:
+        specs["out_sharding"] = out_sharding
+    delta = _einsum(few.astype(jnp.result_type(x, w.dtype)), far, between, out, w.dtype, precision=precision, **specs)
+    return _on(with_base, x, w.base) + delta.astype(dtype)
+
+
+def _einsum(x: Any, factor: Any, of_x: Any, out: Any, dtype: Any, **options: Any) -> jax.Array:
+    array, letters = factor
+    return jnp.einsum(f"{''.join(of_x)},{''.join(letters)}->{''.join(out)}", x, array.astype(dtype), **options)
+
+
+def _on(fn: Callable[..., Any], *operands: Any) -> Any:
+    """`fn` of operands that may be implicit; work may stay deferred."""
+    return run(fn, *operands) if any(map(is_implicit, operands)) else fn(*operands)
+
+
+@register("ragged_dot_general")
+def _(x: jax.Array, w: LoraArray, group_sizes: jax.Array, *, ragged_dot_dimension_numbers: Any, **params: Any) -> Any:
+    dims = ragged_dot_dimension_numbers
+    given = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
+    if _tuples(given) != ((((1,), (1,)), ((), ())), (0,), (0,)) or w.roles != BOTH + OF_A + OF_B:
+        return NotImplemented
+
+    def product(x: jax.Array, w: Any) -> jax.Array:
+        return lax.ragged_dot_general(x, w, group_sizes, dims, **params)
+
+    few = lax.ragged_dot(x, w.a.astype(w.dtype), group_sizes, precision=params.get("precision")) * w.scale
+    y = _on(product, x, w.base)
+    return y + product(few.astype(jnp.result_type(x, w.dtype)), w.b.astype(w.dtype)).astype(y.dtype)
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, tuple | list) else x
+
+
+# --- moving: what happens to an axis happens to those of the factors that have it
+
+
+def _moved(
+    w: LoraArray, roles: str, fn: Callable[[Any], Any], move: Callable[[jax.Array, list[int], list[int]], jax.Array]
+) -> Any:
+    """`fn(base)`, whose axes have these roles, with `move(factor, axes before, axes after)` for each of the factors.
+
+    The axes are those of the array that the factor has. It has the rank behind them.
+    """
+    layers, of_a, of_b = (roles.count(role) for role in (BOTH, OF_A, OF_B))
+    if roles not in (BOTH * layers + OF_A * of_a + OF_B * of_b, BOTH * layers + OF_B * of_b + OF_A * of_a):
+        return NotImplemented
+
+    def after(factor: jax.Array, role: str) -> jax.Array:
+        has, keeps = ([i for i, r in enumerate(old_or_new) if r in (BOTH, role)] for old_or_new in (w.roles, roles))
+        return move(factor, has, keeps)
+
+    a, b = after(w.a, OF_A), after(jnp.moveaxis(w.b, w.layers, -1), OF_B)
+    base = _on(fn, w.base)
+    if not roles:  # one element
+        return (dense(base) + w.scale * jnp.sum(a * b)).astype(w.dtype)
+    if OF_B + OF_A in roles:  # W.T = b.T @ a.T
+        a, b, of_a = b, a, of_b
+    return LoraArray(base, a, jnp.moveaxis(b, -1, layers), w.scale, of_a)
+
+
+def _in_shape(shape: Sequence[int]) -> Callable[..., jax.Array]:
+    return lambda factor, has, keeps: factor.reshape(*(shape[i] for i in keeps), factor.shape[-1])
+
+
+@register("transpose")
+def _(w: LoraArray, *, permutation: Sequence[int]) -> Any:
+    def move(factor: jax.Array, has: list[int], keeps: list[int]) -> jax.Array:
+        return lax.transpose(factor, [*(has.index(permutation[i]) for i in keeps), len(has)])
+
+    roles = "".join(w.roles[p] for p in permutation)
+    return _moved(w, roles, lambda base: lax.transpose(base, permutation), move)
+
+
+@register("squeeze")
+def _(w: LoraArray, *, dimensions: Sequence[int]) -> Any:
+    kept = [i for i in range(w.ndim) if i not in dimensions]
+    move = _in_shape([w.shape[i] for i in kept])
+    return _moved(w, "".join(w.roles[i] for i in kept), lambda base: lax.squeeze(base, dimensions), move)
+
+
+@register("broadcast_in_dim")
+def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any) -> Any:
+    del params  # the sharding follows from the parts
+    place, roles = dict(zip(broadcast_dimensions, w.roles, strict=True)), ""
+    for i in range(len(shape)):  # a new axis belongs to the same as the one before it; the first counts layers
+        roles += place.get(i, roles[-1:] or BOTH)
+
+    def move(factor: jax.Array, has: list[int], keeps: list[int]) -> jax.Array:
+        dims = [*(keeps.index(broadcast_dimensions[i]) for i in has), len(keeps)]
+        return lax.broadcast_in_dim(factor, (*(shape[i] for i in keeps), factor.shape[-1]), dims)
+
+    return _moved(w, roles, lambda base: lax.broadcast_in_dim(base, shape, broadcast_dimensions), move)
+
+
+@register("reshape")
+def _(w: LoraArray, *, new_sizes: Sequence[int], dimensions: Any = None, **params: Any) -> Any:
+    del params  # the sharding follows from the parts
+    ends = [w.layers, w.layers + w.inputs, w.ndim]
+    elements = [math.prod(w.shape[:end]) for end in ends]
+    # Where the new axes have as many elements before them as the old ones: no axis runs over the border.
+    borders = [
+        [i for i in range(len(new_sizes) + 1) if math.prod(new_sizes[:i]) == count][-1:] for count in elements[:2]
+    ]
+    if dimensions is not None or not all(borders) or not w.size:
+        return NotImplemented
+    (layers,), (first_of_b,) = ([0] if not w.layers else borders[0]), borders[1]
+    roles = BOTH * layers + OF_A * (first_of_b - layers) + OF_B * (len(new_sizes) - first_of_b)
+    return _moved(w, roles, lambda base: lax.reshape(base, new_sizes), _in_shape(new_sizes))
+
+
+@register("slice")
+def _(w: LoraArray, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
+    bounds = start_indices, limit_indices, strides or [1] * w.ndim
+
+    def move(factor: jax.Array, has: list[int], keeps: list[int]) -> jax.Array:
+        ends = 0, factor.shape[-1], 1
+        return lax.slice(factor, *([*(bound[i] for i in has), end] for bound, end in zip(bounds, ends, strict=True)))
+
+    return _moved(w, w.roles, lambda base: lax.slice(base, start_indices, limit_indices, strides), move)
+
+
+@register("dynamic_slice")
+def _(w: LoraArray, *starts: jax.Array, slice_sizes: Sequence[int]) -> Any:
+    def move(factor: jax.Array, has: list[int], keeps: list[int]) -> jax.Array:
+        at = [*(starts[i] for i in has), jnp.zeros_like(starts[0])]
+        return lax.dynamic_slice(factor, at, [*(slice_sizes[i] for i in has), factor.shape[-1]])
+
+    return _moved(w, w.roles, lambda base: lax.dynamic_slice(base, starts, slice_sizes), move)
+
+
+@register("split")
+def _(w: LoraArray, *, sizes: Sequence[int], axis: int) -> Any:
+    def piece(start: int, size: int) -> Any:
+        limits = [start + size if i == axis else n for i, n in enumerate(w.shape)]
+        return lambda w: lax.slice(w, [start if i == axis else 0 for i in range(w.ndim)], limits)
+
+    return [_on(piece(sum(sizes[:i]), size), w) for i, size in enumerate(sizes)]
+
+
+@register("gather")
+def _(
+    w: LoraArray,
+    indices: jax.Array,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Any,
+    mode: Any,
+    fill_value: Any,
+    **hints: Any,
+) -> Any:
+    """Rows by number, as in an embedding, or whole layers of a stack."""
+    many, rest = indices.ndim - 1, tuple(slice_sizes[1:])
+    plain = lax.GatherDimensionNumbers(tuple(range(many, many + w.ndim - 1)), (0,), (0,))
+    if dimension_numbers != plain or rest != w.shape[1:] or w.roles[0] == OF_B:
+        return NotImplemented
+
+    def taken(array: Any, fill_value: Any) -> Any:
+        dims = lax.GatherDimensionNumbers(tuple(range(many, many + array.ndim - 1)), (0,), (0,))
+        sizes = (1, *array.shape[1:])
+        return lax.gather(array, indices, dims, sizes, mode=mode, fill_value=fill_value, **hints)
+
+    base = _on(lambda base: taken(base, fill_value), w.base)
+    a = taken(w.a, 0)  # nothing is added to what is out of bounds
+    if w.is_stack:
+        return LoraArray(base, a, taken(w.b, 0), w.scale, w.inputs)
+    return LoraArray(base, a, w.b, w.scale, a.ndim - 1).materialize()
+
+
+@register("convert_element_type")
+def _(w: LoraArray, *, new_dtype: Any, **params: Any) -> Any:
+    del params  # weak types are for scalars; the sharding follows from the parts
+    if not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return w.replace(base=_on(lambda base: lax.convert_element_type(base, new_dtype), w.base))

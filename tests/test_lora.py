@@ -1,0 +1,338 @@
+"""Adapters over frozen weights: the same as the dense sum in every program, fused, and trained alone."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from features import ALL, FUSED
+from helpers import LAYERS, ROWS, K, Layout, N, activations, assert_close, assert_same_bits, layouts, weights
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_transforms import DENSE, TOLERANCE
+
+import lowbit
+from lowbit import LoraArray, implicit
+from lowbit.testing import dense_weights, equations
+
+KEY = jax.random.key(7)
+
+
+def adapted(params: Any, rules: Any = "*", rank: int = 3, **options: Any) -> Any:
+    """The parameters with adapters that have learned something."""
+    params = lowbit.lora(params, rules, rank=rank, alpha=2 * rank, key=KEY, **options)
+    return jax.tree.map(
+        lambda w: w.replace(b=jax.random.normal(KEY, w.b.shape) / 8) if isinstance(w, LoraArray) else w,
+        params,
+        is_leaf=lambda w: isinstance(w, LoraArray),
+    )
+
+
+@functools.cache
+def adapted_weights(layout: Layout) -> dict[str, LoraArray]:
+    return adapted(weights(layout))
+
+
+# Where an adapter has a rule, or its parts cross the border of a program. Each format has its turn.
+FEATURES = """
+    matmul_left matmul_right einsum_weight_first einsum_heads einsum_batched einsum_batch_in_the_middle
+    tensordot_two_axes preferred_element_type tied_head embedding_out_of_bounds columns_by_index slices dynamic_slices
+    reshaped permuted casts scan_over_layers scan_with_the_weight_carried scan_returning_the_layers fori_loop_by_index
+    cond_returning_it vmap_over_layers vmap_of_vmap value_and_grad_through_scan_and_checkpoint custom_vjp barriers
+    grad_of_the_weight ragged_dot
+""".split()
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_equals_the_dense_program(feature: str) -> None:
+    layout = layouts()[FEATURES.index(feature) % len(layouts())]
+    x, p = activations(), adapted_weights(layout)
+    want = DENSE[feature](x, lowbit.materialize(p))
+    with lowbit.materialization("error" if feature in FUSED else "allow"):
+        traced = jax.jit(implicit(ALL[feature])).trace(x, p)
+        got = traced.lower().compile()(x, p)
+    assert_close(got, want, 2 * TOLERANCE.get(feature, 1e-5))
+    if feature in FUSED:
+        assert dense_weights(traced.jaxpr, p) == []
+
+
+def test_the_start_is_the_base_to_the_bit() -> None:
+    x, base = activations(), weights(layouts()[0])["w"]
+    w = lowbit.lora({"w": base}, "w", key=KEY)["w"]
+    assert w.base is base and w.rank == 8 and w.scale == 1.0
+    assert np.std(w.a) == pytest.approx(K**-0.5, rel=0.1) and not np.any(w.b)
+    np.testing.assert_array_equal(x @ w, x @ base)
+    np.testing.assert_array_equal(w.materialize(), base.materialize())
+
+
+def test_a_product_is_two_from_either_side() -> None:
+    p, x, y = adapted_weights(layouts()[0]), activations(), jnp.ones((ROWS, N))
+    stacked = jnp.stack([x] * LAYERS)
+    for fn, arg, name in (
+        (lambda w, x: x @ w, x, "w"),
+        (lambda w, y: y @ w.T, y, "w"),
+        (lambda w, y: w @ y.T, y, "w"),
+        (lambda w, xs: jnp.einsum("ebn,ekn->bk", xs, w), stacked, "stack"),  # layers are summed over too
+    ):
+        program = jax.make_jaxpr(implicit(fn))(p[name], arg)
+        made = [v.aval for e in equations(program.jaxpr) for v in e.outvars if v.aval.dtype == jnp.float32]
+        assert max(a.size for a in made) <= LAYERS * ROWS * K
+        assert_close(implicit(fn)(p[name], arg), fn(p[name].materialize(), arg))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_dtype_is_that_of_the_base(dtype: Any) -> None:
+    x = activations().astype(dtype)
+    w = adapted({"w": lowbit.quantize(jax.random.normal(KEY, (K, N)).astype(dtype), "int8")})["w"]
+    assert w.dtype == w.materialize().dtype == (x @ w).dtype == dtype and w.a.dtype == jnp.float32
+    assert_close(x @ w, x @ w.materialize(), 2e-2)
+    want = w.replace(base=w.base.astype(jnp.float32))
+    assert_close(w.astype(jnp.float32), want)
+    assert_close(w, want.materialize().astype(dtype), 0)  # rounded once
+
+
+# --- which axes are inputs
+
+
+def test_the_axes_of_a_stack_and_of_heads_follow_the_program() -> None:
+    shapes = {"stack": (LAYERS, K, N), "q": (K, 4, 32), "o": (4, 32, K), "weight": (N, K), "qkv": (LAYERS, K, 3, 4, 16)}
+    params = {name: jax.random.normal(KEY, shape) for name, shape in shapes.items()}
+    params["position"] = jnp.ones((ROWS, 128))  # added, so that no adapter is of use
+
+    def fn(p: Any, x: jax.Array) -> Any:
+        heads = jnp.einsum("bd,dhk->bhk", x, p["q"])
+        mixed = jnp.einsum("bhk,hkd->bd", heads, p["o"])
+        layers = lax.map(lambda p: (x @ p[0], jnp.einsum("bd,dthk->bthk", x, p[1])), (p["stack"], p["qkv"]))
+        return mixed, layers, x @ p["weight"].T, jnp.tile(x, 2) + p["position"]
+
+    x = activations()
+    for quantized in (False, True):
+        p = lowbit.quantize_tree(params, "int8", fn=fn, args=(x,))[0] if quantized else params
+        p = adapted(p, fn=fn, args=(x,))
+        assert {name: (w.a.shape, w.b.shape) for name, w in p.items() if isinstance(w, LoraArray)} == {
+            "stack": ((LAYERS, K, 3), (LAYERS, 3, N)),
+            "q": ((K, 3), (3, 4, 32)),
+            "o": ((4, 32, 3), (3, K)),
+            "weight": ((N, 3), (3, K)),
+            "qkv": ((LAYERS, K, 3), (LAYERS, 3, 3, 4, 16)),
+        }
+        with lowbit.materialization("error"):
+            traced = jax.jit(implicit(fn)).trace(p, x)
+        if quantized:
+            assert dense_weights(traced.jaxpr, p) == []
+            assert_close(traced.lower().compile()(p, x), jax.jit(fn)(lowbit.materialize(p), x))
+    # Without a program a quantized array knows its axis, and of others the last two are the matrix.
+    q = lowbit.quantize(params["q"], lowbit.QuantizationConfig("int8", axis=-3))
+    assert lowbit.lora({"q": q}, "q", key=KEY)["q"].a.shape == (K, 8)
+    assert lowbit.lora(params, "stack", key=KEY)["stack"].a.shape == (LAYERS, K, 8)
+
+
+# --- training: scanned and rematerialized layers
+
+
+def deep(params: Any, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, p: Any) -> Any:
+        return x + jnp.tanh((x * p["norm"]) @ p["up"]) @ p["down"], None
+
+    return lax.scan(jax.checkpoint(layer), x, params)[0]
+
+
+def deep_params() -> Any:
+    up, down = (jax.random.normal(KEY, (LAYERS, *shape)) / 8 for shape in ((K, N), (N, K)))
+    return {"up": up, "down": down, "norm": jnp.ones((LAYERS, K))}
+
+
+def loss(trainable: Any, frozen: Any, x: jax.Array) -> jax.Array:
+    return jnp.sum(implicit(deep)(lowbit.combine(trainable, frozen), x) ** 2)
+
+
+NF4 = lowbit.QuantizationConfig("nf4", double_quant=True)
+
+
+def test_only_the_adapters_have_gradients_and_no_base_is_built() -> None:
+    x = activations()
+    params, _ = lowbit.quantize_tree(deep_params(), NF4, fn=deep, args=(x,))
+    params = adapted(params)
+    trainable, frozen = lowbit.partition(params)
+    dense = lowbit.materialize({name: getattr(w, "base", w) for name, w in params.items()})
+    dense = {name: params[name].replace(base=w) if name != "norm" else w for name, w in dense.items()}
+    gradient = jax.jit(jax.value_and_grad(loss))
+    with lowbit.materialization("error"):
+        traced = gradient.trace(trainable, frozen, x)
+    compiled, wanted = (t.lower().compile() for t in (traced, gradient.trace(*lowbit.partition(dense), x)))
+    value, grads = compiled(trainable, frozen, x)
+    assert [g.shape for g in jax.tree.leaves(grads)] == [w.shape for w in jax.tree.leaves(trainable)]
+    assert grads["norm"] is None and grads["up"].base is None
+    # Lists, since a gradient of an adapter is no array that could be made dense.
+    want_value, want = wanted(*lowbit.partition(dense), x)
+    assert_close([value, *jax.tree.leaves(grads)], [want_value, *jax.tree.leaves(want)], 1e-4)
+    assert dense_weights(traced.jaxpr, params) == []
+    # Two products of each layer going forth, one to do again and two for the gradient going back.
+    assert [e.primitive.name for e in equations(traced.jaxpr.jaxpr)].count("lowbit_matmul") == 5
+    # Each step of the loop makes the gradient of its own layer only.
+    for eqn in equations(traced.jaxpr.jaxpr):
+        if eqn.primitive.name == "scan":
+            inside = [v.aval.shape for e in equations(eqn.params["jaxpr"].jaxpr) for v in e.outvars]
+            assert not {w.shape for w in jax.tree.leaves(trainable)} & set(inside)
+    memory, of_dense = compiled.memory_analysis(), wanted.memory_analysis()
+    assert memory.argument_size_in_bytes == sum(a.nbytes for a in jax.tree.leaves((trainable, frozen, x)))
+    assert memory.temp_size_in_bytes <= of_dense.temp_size_in_bytes + 2**16
+
+
+def test_layers_outside_of_implicit_and_rows_that_are_no_layers() -> None:
+    x, p = activations(), adapted_weights(layouts()[0])
+    square = p["square"]
+    got = jax.vmap(lambda w: x @ w)(p["stack"])  # JAX takes the layers of every part
+    assert_close(got, x @ p["stack"].materialize())
+    rows = implicit(lambda w: lax.scan(lambda c, row: (c, row * 2), 0.0, w)[1])
+    with lowbit.materialization("allow"):
+        assert_close(rows(square), square.materialize() * 2)
+
+
+# --- what is trained
+
+
+def test_partition_takes_the_adapters_alone() -> None:
+    params = {**weights(layouts()[0]), "norm": jnp.ones(8), "dense": jnp.ones((K, N)), "step": jnp.int32(3)}
+    params = lowbit.lora(params, ["w", "dense"], rank=2, key=KEY)
+    trainable, frozen = lowbit.partition(params)
+    assert sorted(x.shape for x in jax.tree.leaves(trainable)) == [(2, N), (2, N), (K, 2), (K, 2)]
+    assert trainable["dense"].base is None and frozen["dense"].a is None and frozen["norm"] is params["norm"]
+    again = lowbit.combine(trainable, frozen)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (again, params)), strict=True))
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    mask = lowbit.trainable(params)
+    assert (mask["norm"], mask["square"], mask["step"]) == (False, False, False)
+    assert (mask["w"].base, mask["w"].a, mask["w"].b) == (False, True, True)
+    with_norms, _ = lowbit.partition(params, train=["norm"])
+    assert with_norms["norm"] is params["norm"] and with_norms["w"].a is params["w"].a
+    with pytest.raises(ValueError, match=r"train='square' matches square, which is Array.* and cannot be trained"):
+        lowbit.partition(params, train="square")
+    with pytest.raises(ValueError, match="train='step' matches step, which is an array of int32"):
+        lowbit.partition(params, train="step")
+    with pytest.raises(ValueError, match=r"No leaf matches 'nrm'.*The paths are dense, heads, norm"):
+        lowbit.partition(params, train="nrm")
+
+
+# --- which leaves have adapters
+
+
+def test_rules_choose_the_leaves() -> None:
+    params = {
+        "attn": {"q": jnp.ones((K, K)), "norm": jnp.ones((LAYERS, K))},
+        "up": jnp.ones((K, N)),
+        "bias": jnp.ones(N),
+    }
+    params["tiny"] = jnp.ones((4, 4))
+
+    def ranks(rules: Any) -> dict[str, int]:
+        found = jax.tree_util.tree_leaves_with_path(
+            lowbit.lora(params, rules, key=KEY), is_leaf=lambda x: isinstance(x, LoraArray)
+        )
+        return {lowbit.tree.leaf_path(path): w.rank for path, w in found if isinstance(w, LoraArray)}
+
+    assert ranks("*") == {"attn/q": 8, "up": 8}
+    assert ranks("attn/*") == {"attn/q": 8}
+    assert ranks({"up": None, "tiny": 2, "*": 4}) == {"attn/q": 4, "tiny": 2}
+    assert ranks([lowbit.Rule("*", "nf4", where=lambda x: x.size > K * K)]) == {"up": 8}
+    assert ranks([lowbit.Rule("up", None), "*"]) == {"attn/q": 8}
+    for rules, message in {
+        "*kernel": r"No leaf matches '\*kernel'.*attn/norm, attn/q, bias",
+        "bias": "'bias' matches bias, but no weight that could have an adapter",
+        ("up", "tiny"): r"tiny of shape \(4, 4\) cannot have an adapter of rank 8",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            lowbit.lora(params, rules, key=KEY)
+    with pytest.raises(ValueError, match="'up' asks for the rank 0"):
+        lowbit.lora(params, {"up": 0}, key=KEY)
+    once = lowbit.lora(params, "up", key=KEY)
+    with pytest.raises(ValueError, match="up has an adapter already: merge it first"):
+        lowbit.lora(once, "up", key=KEY)
+    assert lowbit.quantize_tree(once, "int8")[1]["up"].why == "it has an adapter"
+    # The numbers of a leaf do not depend on the others.
+    np.testing.assert_array_equal(once["up"].a, lowbit.lora({"up": params["up"]}, "*", key=KEY)["up"].a)
+    assert np.any(once["up"].a[:K] != lowbit.lora(params, "*", key=KEY)["attn"]["q"].a)
+    with pytest.raises(ValueError, match=r"base of shape \(64, 96\) .* \(64, 2\) and \(3, 96\)"):
+        LoraArray(params["up"], jnp.ones((K, 2)), jnp.ones((3, N)))
+
+
+# --- merging
+
+
+def test_merge_adds_and_quantizes_only_if_asked() -> None:
+    params = {**weights(layouts()[0]), "dense": jax.random.normal(KEY, (K, N)), "norm": jnp.ones(K)}
+    params = adapted(params, {"w": 3, "stack": 3, "dense": 3})
+    merged = lowbit.merge(params)
+    for name in ("w", "stack", "dense"):
+        w = params[name]
+        assert type(merged[name]) is type(params["norm"])
+        want = lowbit.materialize(w.base) + w.scale * jnp.einsum("...ir,...ro->...io", w.a, w.b)
+        assert_close(merged[name], want)
+    assert merged["square"] is params["square"] and merged["norm"] is params["norm"]
+    again = lowbit.merge(params, {"dense": None, "*": "int8"})
+    assert again["square"] is params["square"] and type(again["dense"]) is type(merged["dense"])
+    for name in ("w", "stack"):
+        assert_same_bits(again[name], lowbit.Array8B.quantize(merged[name], axis=params[name].base.axis))
+    with pytest.raises(ValueError, match="No leaf matches 'square'"):
+        lowbit.merge(params, {"square": "int8"})
+
+
+# --- files
+
+
+def test_adapters_alone_are_saved_and_loaded(tmp_path: Path) -> None:
+    params = adapted({"layers": [weights(layouts()[0])["w"]], "norm": jnp.ones(K)})
+    trainable, frozen = lowbit.partition(params)
+    file = tmp_path / "adapters.safetensors"
+    lowbit.save(file, trainable)
+    assert file.stat().st_size < 10_000
+    fresh = lowbit.lora({"layers": [weights(layouts()[0])["w"]], "norm": jnp.ones(K)}, "*", rank=3, alpha=6, key=KEY)
+    like, frozen = lowbit.partition(fresh)
+    again = lowbit.combine(lowbit.load(file, like=like), frozen)
+    np.testing.assert_array_equal(again["layers"][0].materialize(), params["layers"][0].materialize())
+    other = lowbit.lora({"layers": [weights(layouts()[0])["w"]], "norm": jnp.ones(K)}, "*", rank=4, key=KEY)
+    with pytest.raises(ValueError, match=r"layers/0/a' is .* shape \(64, 3\) .* in the file and .* \(64, 4\)"):
+        lowbit.load(file, like=lowbit.partition(other)[0])
+    with pytest.raises(ValueError, match=r"'layers/1' is in `like` and not in the file"):
+        lowbit.load(file, like={**like, "layers": like["layers"] * 2})
+
+
+# --- meshes
+
+
+def test_adapters_lie_where_the_base_does() -> None:
+    mesh = jax.make_mesh((2, 2), ("e", "x"), axis_types=(AxisType.Auto,) * 2)
+    experts, k, n = 4, 128, 64
+    q = lowbit.Array8B.quantize(jax.random.normal(KEY, (experts, k, n)), axis=-2)
+    x = jax.random.normal(KEY, (experts, 8, k))
+    for spec in (P("e", None, "x"), P("e", "x", None)):
+        w = adapted({"w": q.with_sharding(NamedSharding(mesh, spec))})["w"]
+        a, b = w.part_specs(spec).a, w.part_specs(spec).b
+        assert (a, b) == (P("e", spec[1], None), P("e", None, spec[2]))
+        assert w.a.sharding == NamedSharding(mesh, a)
+        want = jnp.einsum("ebk,ekn->ebn", x, w.materialize())
+        assert_close(jax.jit(implicit(lambda x, w: jnp.einsum("ebk,ekn->ebn", x, w)))(x, w), want)
+        constrained = implicit(lambda w, spec=spec: lax.with_sharding_constraint(w, NamedSharding(mesh, spec)))
+        assert jax.jit(constrained)(w).a.sharding.is_equivalent_to(NamedSharding(mesh, a), 3)
+        inside = jax.shard_map(
+            (lambda x, w: lax.psum(x @ w, "x")) if spec[1] else jnp.matmul,
+            mesh=mesh,
+            in_specs=(P("e", None, spec[1]), spec),
+            out_specs=P("e", None, spec[2]),
+        )
+        program = jax.jit(implicit(inside))
+        with lowbit.materialization("error"):
+            assert_close(program(x, w), want)
+        assert "all-gather" not in program.lower(x, w).compile().as_text()
+
+
+def test_experts_in_groups_of_rows() -> None:
+    w = adapted_weights(layouts()[0])["stack"]
+    x, sizes = jnp.tile(activations(), (2, 1)), jnp.array([3, 0, 2 * ROWS - 3])
+    with lowbit.materialization("error"):
+        got = implicit(lax.ragged_dot)(x, w, sizes)
+    assert_close(got, lax.ragged_dot(x, w.materialize(), sizes))
