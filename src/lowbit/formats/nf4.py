@@ -157,7 +157,9 @@ def _looked_up(table: jax.Array, codes: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool, scale: jax.Array | None) -> dict[str, Any]:
+def _encode(
+    array: jax.Array, spans: tuple[int, ...], double_quant: bool, scale: jax.Array | None = None
+) -> dict[str, Any]:
     if scale is None:
         codes, scales = encode(_by_jax, array, spans, "nf4")
     else:
