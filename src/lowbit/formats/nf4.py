@@ -173,7 +173,7 @@ def _encode(
     # Groups are of all scales of a matrix, wherever they lie. JAX would be told how for each step.
     where: Any = jax.typeof(scales).sharding
     groups = PartitionSpec(*where.spec[:-2], *[None] * min(scales.ndim, 2))
-    out = {"scales": where.spec, "group_absmax": groups, "offset": groups}
+    out = {"scales": where, "group_absmax": where.update(spec=groups), "offset": where.update(spec=groups)}
     encode_scales: Any = jax.sharding.auto_axes(_encode_scales, axes=explicit, out_sharding=out)
     return parts | encode_scales(scales)
 
