@@ -13,7 +13,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
 
-# Budget on two cores: lint 1 minute, tests 9, oldest JAX 5, package 2; the first run installs and builds for 3 more.
+# On two cores alone: lint 1 minute, tests 12, oldest JAX 5, package 2; the first run installs and builds for 3 more.
 test: lint tests tests-oldest package
 
 lint: $(VENV)/test
