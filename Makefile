@@ -13,7 +13,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
 
-# On two cores alone: lint 1 minute, tests 12, oldest JAX 5, package 2; the first run installs and builds for 3 more.
+# On two cores alone: lint 1 minute, tests 11, oldest JAX 5, package 2; the first run installs and builds for 3 more.
 test: lint tests tests-oldest package
 
 lint: $(VENV)/test
@@ -40,7 +40,8 @@ package: dist/built
 
 # Everything slow goes here as it comes.
 test-all: test test-browser sanitize fuzz
-	$(VENV)/bin/python -m pytest -n $(JOBS) tests/test_transforms.py tests/test_rules.py tests/test_sharding.py
+	$(VENV)/bin/python -m pytest -n $(JOBS) tests/test_transforms.py tests/test_rules.py tests/test_sharding.py \
+	  tests/test_frameworks.py
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
