@@ -33,8 +33,7 @@ class Array6B(lowbit.QuantizedArray):
         return cls.build(shape=array.shape, dtype=dtype or array.dtype, spans=spans, **parts)
 
     def levels(self, low, high):
-        low, high = formats.unpack(low, 2), formats.unpack(high, 4)
-        return (low | high[..., : low.shape[-1]] << 4).astype(jnp.float32) - 32
+        return (low | high << 4).astype(jnp.float32) - 32
 
 
 INT6 = lowbit.Format("int6", Array6B.quantize, error=0.0243, bits=6.0)

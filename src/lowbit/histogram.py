@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .formats import QuantizedArray
-from .formats._blocks import axis_slice, spread
+from .formats._blocks import spread
 
 BINS = 64
 _SAMPLE = 1 << 20  # levels are read off so many weights
@@ -58,6 +58,6 @@ def _in_scales(stored: QuantizedArray, original: Any) -> tuple[jax.Array, jax.Ar
     """The weights in the unit of their scales, and the levels they were rounded to, both as stored."""
     stored, shape = stored.resolved(), stored.stored_shape
     scales = spread(stored.scale_values(), stored.spans, shape)
-    levels = stored.levels(*(getattr(stored, name) for name in stored.packing))
+    levels = stored.unpacked_levels(*(getattr(stored, name) for name in stored.packing), length=shape[-1])
     weights = stored.logical_view(jnp.asarray(original)).astype(jnp.float32)
-    return weights / jnp.where(scales == 0, 1, scales), axis_slice(levels, -1, 0, shape[-1])
+    return weights / jnp.where(scales == 0, 1, scales), levels

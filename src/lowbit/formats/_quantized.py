@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lowbit.runtime import ImplicitArray, aux_field
 from lowbit.runtime._compat import mesh_in_context
 
-from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed
+from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unpack
 
 # A format's parts are final as dataclass fields and given by their documented names, so `__init__` is written once.
 stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -64,11 +64,11 @@ class QuantizedArray(ImplicitArray):
         """How many codes one stored element of each code part holds along the last stored axis."""
         return {"codes": 1}
 
-    def levels(self, *code_parts: jax.Array) -> jax.Array:
-        """The float32 values of the codes before scaling, in order along the last axis.
+    def levels(self, *codes: jax.Array) -> jax.Array:
+        """The float32 values of codes before scaling, element by element; one array of codes for each code part.
 
-        Law: `materialize() == levels(...) * scale`. It must be plain jnp on any tile of the parts, since kernels
-        call it inside of theirs; of `self` it may use static fields only.
+        Law: `materialize() == levels(...) * scale`. It must be plain jnp on codes of any shape and integer type, since
+        kernels call it on their tiles; of `self` it may use static fields only.
         """
         raise NotImplementedError
 
@@ -283,9 +283,13 @@ class QuantizedArray(ImplicitArray):
         """The float32 values in stored order, of the layers chosen."""
         array = self.resolved()
         shape = array.stored_shape
-        codes = array.levels(*(getattr(array, name) for name in array.packing))
-        scales = spread(lax.stop_gradient(array.scale_values()), array.spans, shape)
-        return axis_slice(codes, -1, 0, shape[-1]) * scales
+        values = array.unpacked_levels(*(getattr(array, name) for name in array.packing), length=shape[-1])
+        return values * spread(lax.stop_gradient(array.scale_values()), array.spans, shape)
+
+    def unpacked_levels(self, *code_parts: jax.Array, length: int) -> jax.Array:
+        """`levels` of codes as they are packed along the last axis, of which there are `length`."""
+        codes = (unpack(part, n) for part, n in zip(code_parts, self.packing.values(), strict=True))
+        return self.levels(*(axis_slice(part, -1, 0, length) for part in codes))
 
     def materialize(self) -> jax.Array:
         return _materialize(self)

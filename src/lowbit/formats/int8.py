@@ -63,8 +63,8 @@ class Array8B(QuantizedArray):
     def decoder(self) -> str:
         return "int8"
 
-    def levels(self, *code_parts: jax.Array) -> jax.Array:
-        return code_parts[0].astype(jnp.float32)
+    def levels(self, *codes: jax.Array) -> jax.Array:
+        return codes[0].astype(jnp.float32)
 
 
 @partial(jax.jit, static_argnums=1)

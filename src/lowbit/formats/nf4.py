@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from lowbit.ops.encode import encode
 
-from ._blocks import WHOLE, block_max, pack, spread, unpack
+from ._blocks import WHOLE, block_max, pack, spread
 from ._quantized import (
     Format,
     QuantizedArray,
@@ -114,8 +114,8 @@ class ArrayNF4(QuantizedArray):
             )
         return self.scales, self.group_absmax, self.offset, jnp.asarray(dynamic_map())
 
-    def levels(self, *code_parts: jax.Array) -> jax.Array:
-        return _choose(unpack(code_parts[0], 2), LEVELS)
+    def levels(self, *codes: jax.Array) -> jax.Array:
+        return _choose(codes[0], LEVELS)
 
     def scale_values(self) -> jax.Array:
         coded = self.coded_scales()

@@ -20,7 +20,7 @@ from jax.core import Tracer
 
 from lowbit.runtime import aux_field
 
-from ._blocks import block_count, block_max, block_sum, pack, spread, unpack
+from ._blocks import block_count, block_max, block_sum, pack, spread
 from ._quantized import (
     Format,
     QuantizedArray,
@@ -117,9 +117,9 @@ class Array1B(QuantizedArray):
     def decoder(self) -> str:
         return self.kind
 
-    def levels(self, *code_parts: jax.Array) -> jax.Array:
-        codes = unpack(code_parts[0], _PER_BYTE[self.kind]).astype(jnp.float32)
-        return codes - 1 if self.kind == "ternary" else 2 * codes - 1
+    def levels(self, *codes: jax.Array) -> jax.Array:
+        values = codes[0].astype(jnp.float32)
+        return values - 1 if self.kind == "ternary" else 2 * values - 1
 
 
 def _check_integers(array: jax.Array, kind: Kind) -> None:

@@ -21,6 +21,7 @@ from lowbit.formats._blocks import span_of
 from lowbit.formats._quantized import QuantizedArray
 
 from ._table import register_kernel
+from ._tiles import layer_numbers
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _library: ctypes.CDLL | None = None
@@ -88,7 +89,7 @@ def matmul(
         x.reshape(math.prod(batch), math.prod(rows), x.shape[-1]),
         w.codes,
         *_scale_operands(w, math.prod(stored[:-2])),
-        _layer_numbers(w),
+        layer_numbers(w),
         format=w.decoder,
         columns=np.int64(stored[-1]),
         row_span=np.int64(span_of(w.spans, -2)),
@@ -107,16 +108,6 @@ def _scale_operands(w: QuantizedArray, layers: int) -> Iterator[jax.Array]:
     for part in (group, offset):
         yield part.reshape(layers if part.size else 0, part.shape[-1])
     yield table
-
-
-def _layer_numbers(w: QuantizedArray) -> jax.Array:
-    """For each matrix of the batch, its place in the stack as stored."""
-    inner = w.stored_shape[1:-2] if w.index is not None else w.stored_shape[:-2]
-    own = jnp.arange(math.prod(inner), dtype=jnp.int32)
-    if w.index is None:
-        return own
-    chosen = jnp.clip(w.index.astype(jnp.int32), 0, w.stored_shape[0] - 1)
-    return (chosen.reshape(-1, 1) * own.size + own).reshape(-1)
 
 
 # --- rows

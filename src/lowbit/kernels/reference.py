@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowbit.formats._blocks import WHOLE, axis_slice, span_of, spread
+from lowbit.formats._blocks import WHOLE, span_of, spread
 from lowbit.formats._quantized import QuantizedArray
 
 
@@ -47,6 +47,7 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
         return part[0] if span == WHOLE else jnp.take(part, rows[..., 0] // span, axis=0, mode="clip")
 
     spans = w.part_spans()
-    codes = w.levels(*(chosen(getattr(w, name), spans[name]) for name in w.packing))
-    scales = spread(chosen(lax.stop_gradient(w.scale_values()), w.spans), w.spans[-1:], w.stored_shape[-1:])
-    return (axis_slice(codes, -1, 0, w.stored_shape[-1]) * scales).astype(w.dtype)
+    columns = w.stored_shape[-1]
+    values = w.unpacked_levels(*(chosen(getattr(w, name), spans[name]) for name in w.packing), length=columns)
+    scales = spread(chosen(lax.stop_gradient(w.scale_values()), w.spans), w.spans[-1:], (columns,))
+    return (values * scales).astype(w.dtype)

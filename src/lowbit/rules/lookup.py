@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowbit.formats._blocks import WHOLE, axis_slice, repeated, span_of
+from lowbit.formats._blocks import WHOLE, repeated, span_of
 from lowbit.formats._quantized import QuantizedArray
 from lowbit.ops.take import take
 from lowbit.runtime import register
@@ -80,8 +80,8 @@ def _(
         codes = [rows(getattr(w, name), spans[name], inside) for name in w.packing]
         if ndim - 1 in place:  # codes unpack along the last axis
             at = place[ndim - 1]
-            values = w.levels(*(jnp.moveaxis(part, at, -1) for part in codes))
-            values = jnp.moveaxis(axis_slice(values, -1, 0, sizes[-1]), -1, at)
+            values = w.unpacked_levels(*(jnp.moveaxis(part, at, -1) for part in codes), length=sizes[-1])
+            values = jnp.moveaxis(values, -1, at)
         else:
             values = w.levels(*codes)
         return (values * scales).astype(w.dtype)
