@@ -56,6 +56,8 @@ class QuantizedArray(ImplicitArray):
     part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
     # Parts from which `scale_values` decodes, if they are there. They have the axes of the array before the last two.
     scale_parts: ClassVar[tuple[str, ...]] = ()
+    # The number that makes integers of 8 bits of the levels: 1 if they are that already, another if they are rounded.
+    in_int8: ClassVar[int | None] = None
 
     # --- what a format says
 

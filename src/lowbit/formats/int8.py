@@ -8,7 +8,7 @@ A slice of zeros has scale 0 and stays zero.
 """
 
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ class Array8B(QuantizedArray):
     >>> (jnp.ones((32, 128)) @ q).shape, q.weight.dtype, q.scale.shape
     ((32, 256), dtype('int8'), (1, 256))
     """
+
+    in_int8: ClassVar[int | None] = 1
 
     @classmethod
     def quantize(

@@ -64,6 +64,7 @@ class ArrayNF4(QuantizedArray):
     offset: jax.Array | None
 
     part_names: ClassVar[dict[str, str]] = {"packed": "codes", "absmax": "scales"}
+    in_int8: ClassVar[int | None] = 127
     scale_parts: ClassVar[tuple[str, ...]] = ("group_absmax", "offset")
 
     @classmethod

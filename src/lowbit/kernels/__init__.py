@@ -1,5 +1,6 @@
 """How fast it runs here. No public names."""
 
-from . import cpu
+from . import cpu, tpu
 
 cpu.register(__path__)
+tpu.register()

@@ -23,10 +23,11 @@ def layer_numbers(w: QuantizedArray) -> jax.Array:
     return (chosen.reshape(-1, 1) * own.size + own).reshape(-1)
 
 
-def planes(w: QuantizedArray, codes: jax.Array) -> list[jax.Array]:
-    """The levels of a tile of codes, plane by plane. Bytes are widened first: tiles have no arithmetic in 8 bits."""
-    per_byte = w.packing["codes"]
+def planes(codes: jax.Array, per_byte: int) -> list[jax.Array]:
+    """The codes of a tile, plane by plane. Bytes are widened first: tiles have no arithmetic in 8 bits."""
+    codes = codes.astype(jnp.int32)
     if per_byte == 1:
-        return [w.levels(codes.astype(jnp.int32))]
-    bits, codes = 8 // per_byte, codes.astype(jnp.int32)
-    return [w.levels(codes >> (8 - bits * (j + 1)) & (1 << bits) - 1) for j in range(per_byte)]
+        return [codes]
+    bits = 8 // per_byte
+    shifted = [codes >> (8 - bits * (j + 1)) for j in range(per_byte)]
+    return [shifted[0], *(plane & (1 << bits) - 1 for plane in shifted[1:])]

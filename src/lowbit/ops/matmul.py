@@ -21,7 +21,7 @@ from lowbit.kernels._table import compute, find_kernels, use_kernel
 from lowbit.runtime._compat import match_varying
 
 from .choice import by_platform, first
-from .pieces import Product, over_devices
+from .pieces import Product, devices_in_use, over_devices
 
 matmul_p = Primitive("lowbit_matmul")
 _STATIC = ("contract", "dtype", "precision", "out_sharding", "arithmetic")
@@ -68,7 +68,7 @@ def _program(x: jax.Array, *parts: jax.Array, tree: Any, kernels: Any, dtype: An
     if not kernels:
         return reference.matmul(x, w, dtype=dtype, **params)
     # Scales in 8 bits know their place in the whole matrix, which a piece of it does not.
-    w = w if jax.device_count() == 1 else w.plain()
+    w = w if devices_in_use() == 1 else w.plain()
     multiply = partial(by_platform, dict(kernels), reference.matmul, **params | {"out_sharding": None})
     product = Product(multiply, x, w, params["contract"], dtype)
 

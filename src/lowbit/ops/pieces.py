@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowbit.formats._blocks import WHOLE, span_of
 from lowbit.formats._quantized import QuantizedArray, explicit_axes
-from lowbit.runtime._compat import can_cut_explicit_axes
+from lowbit.runtime._compat import can_cut_calls, can_cut_explicit_axes
 
 Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names
 
@@ -38,15 +38,22 @@ class Pieces(Protocol):
         ...
 
 
+def devices_in_use() -> int:
+    """How many devices a program may run on: those that are here, or those of the mesh that it is traced for."""
+    return max(jax.device_count(), jax.sharding.get_abstract_mesh().size)
+
+
 def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
     """The operation, each device on its own piece. `like` is the same in operations that JAX can cut by itself."""
     kinds = {kind for type in map(jax.typeof, operands) for kind in type.sharding.mesh.axis_types}
-    if jax.device_count() == 1 or kinds == {AxisType.Manual}:  # in shard_map the operands are a device's own
+    if devices_in_use() == 1 or kinds == {AxisType.Manual}:  # in shard_map the operands are a device's own
         return operation(*operands)
     explicit = explicit_axes(*map(jax.typeof, operands))
     # In a shard_map over some axes of the mesh JAX knows no call that is cut.
     if AxisType.Manual in kinds or (explicit and not can_cut_explicit_axes()):
         return like(*operands)
+    if not can_cut_calls():
+        return _by_types(operation, *operands, like=like) if kinds == {AxisType.Explicit} else like(*operands)
     # Compiled for itself, since what is cut may not hold constants, and the reference of a format may.
     call = custom_partitioning(jax.jit(lambda *operands: operation(*operands)))
     rule, sizes = operation.rule()
@@ -67,6 +74,18 @@ def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., ja
     out: Any = jax.eval_shape(like, *operands)
     automatic: Any = jax.sharding.auto_axes(call, axes=explicit, out_sharding=out.sharding)
     return automatic(*operands)
+
+
+def _by_types(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
+    """The same where all shardings are types, so that they are known before the compiler is asked."""
+    types: Any = [jax.typeof(operand) for operand in operands]
+    mesh = next(type.sharding.mesh for type in types if not type.sharding.mesh.empty)
+    shardings, out, on_each_device = operation.cut(mesh, types)
+    operands = tuple(jax.sharding.reshard(x, sharding) for x, sharding in zip(operands, shardings, strict=True))
+    specs = tuple(sharding.spec for sharding in shardings)
+    y = jax.shard_map(on_each_device, mesh=mesh, in_specs=specs, out_specs=out.spec, check_vma=False)(*operands)
+    wanted: Any = jax.eval_shape(like, *operands)
+    return jax.sharding.reshard(y, wanted.sharding)
 
 
 def entries(operand: Any) -> list[Entry]:

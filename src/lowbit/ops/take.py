@@ -12,7 +12,7 @@ from lowbit.kernels import reference
 from lowbit.kernels._table import find_kernels, use_kernel
 
 from .choice import by_platform, first
-from .pieces import Rows, over_devices
+from .pieces import Rows, devices_in_use, over_devices
 
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
@@ -23,7 +23,7 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     @custom_vmap
     def call(w: QuantizedArray, rows: jax.Array) -> jax.Array:
         # Scales in 8 bits know their place in the whole matrix, which a piece of it does not.
-        w = w if jax.device_count() == 1 else w.plain()
+        w = w if devices_in_use() == 1 else w.plain()
         like = Rows(reference.take, w, rows)
         return over_devices(Rows(look_up, w, rows), rows, *jax.tree.leaves(w), like=like)
 

@@ -71,3 +71,16 @@ def can_cut_explicit_axes() -> bool:
     """Whether a call that says how it is cut compiles under a mesh whose axes are part of the types."""
     # Up to 0.9 its pieces carry shardings that the compiler does not know.
     return jax.__version_info__ >= (0, 10)
+
+
+def device_kind() -> str:
+    """What a program is traced for: the device of the mesh around, or the default one."""
+    # 0.7 knows no devices of an abstract mesh.
+    device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return (device or jax.devices()[0]).device_kind
+
+
+def can_cut_calls() -> bool:
+    """Whether the compiler asks how a call is cut over devices."""
+    # That of TPU does not (jax-ml/jax#38196, open at 0.10).
+    return not device_kind().startswith("TPU")

@@ -1,0 +1,155 @@
+"""The kernel for TPU without one: numbers in interpret mode, its choice by what is traced for. See also tpu_aot.py."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import HALF, Layout, assert_close
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import lowbit
+from lowbit import FORMATS
+from lowbit.kernels import reference, tpu
+from lowbit.ops import pieces
+from lowbit.runtime._compat import can_cut_explicit_axes
+
+CHIP = "TPU v5"
+P = PartitionSpec
+
+
+def run(x: Any, w: Any, contract: int, dtype: Any = jnp.float32, arithmetic: str = "exact") -> Any:
+    call = partial(tpu.matmul, contract=contract, dtype=dtype, arithmetic=arithmetic, chip=CHIP, interpret=True)
+    return jax.jit(call)(x, w)
+
+
+def product(layout: Layout, contract: int, m: int, k: int, n: int, dtype: Any, lead: Any = ()) -> tuple[Any, Any]:
+    keys = jax.random.split(jax.random.key(m + k + n))
+    w = jax.random.normal(keys[0], (*lead, *((k, n) if contract == -2 else (n, k))))
+    return jax.random.normal(keys[1], (*lead, m, k), dtype), layout.quantize(w)
+
+
+def assert_as_reference(x: Any, w: Any, contract: int, dtype: Any) -> None:
+    """To the rounding of the result: half of its last bit, and what a float32 sum may be off by."""
+    y = run(x, w, contract, dtype)
+    want = reference.matmul(x, w, contract=contract, dtype=jnp.float32)
+    assert y.dtype == dtype
+    off = np.abs(np.asarray(y, np.float64) - np.asarray(want, np.float64))
+    size = np.abs(np.asarray(want)) * float(jnp.finfo(dtype).eps) / 2 + 1e-5 * np.abs(np.asarray(want)).max()
+    assert (off <= size).all(), (off / size).max()
+
+
+EVERY = [(-2, jnp.bfloat16), (-2, jnp.float32), (-1, jnp.float32), (-1, jnp.bfloat16)]
+
+
+@pytest.mark.parametrize(("contract", "dtype"), EVERY if HALF is None else EVERY[HALF::2])
+def test_as_the_reference_in_odd_shapes(any_layout: Layout, contract: int, dtype: Any) -> None:
+    x, w = product(any_layout, contract, 5, 330, 200, dtype)
+    assert_as_reference(x, w, contract, dtype)
+
+
+@pytest.mark.parametrize("contract", [-2, -1])
+def test_many_tiles_with_edges_in_all_axes(contract: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout("nf4", contract, 64)
+    x, w = product(layout, contract, 20, 700, 600, jnp.bfloat16)
+    monkeypatch.setitem(tpu.EXCEPTIONS, (20, 700, 600, 2, contract, CHIP), tpu.Tiles(m=16, n=256, k=512, chunk=256))
+    assert_as_reference(x, w, contract, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("axis", "block"), [(-2, 8), (-2, 48), (-1, 48), (-2, 2048)])
+def test_blocks_of_other_sizes(axis: int, block: int) -> None:
+    x, w = product(Layout("int8", axis, block), -2, 3, 2100, 140, jnp.bfloat16)
+    assert_as_reference(x, w, -2, jnp.float32)
+
+
+def test_stacks_and_chosen_layers() -> None:
+    x, w = product(Layout("nf4", -2, 64), -2, 4, 128, 256, jnp.float32, lead=(3,))
+    assert_as_reference(x, w, -2, jnp.float32)
+    chosen = w.replace(index=jnp.array([2, 0]))
+    assert_as_reference(x[:2], chosen, -2, jnp.float32)
+    assert_as_reference(x[0], w.replace(index=jnp.int32(1)), -2, jnp.float32)
+
+
+@pytest.mark.parametrize("along", [Layout(f, a, None) for f in ("int8", "ternary") for a in (-2, -1)], ids=str)
+def test_fast_is_exact_on_activations_of_8_bits(along: Layout) -> None:
+    x, w = product(along, -2, 5, 330, 200, jnp.float32)
+    scaled = x if along.axis == -2 else x * w.scales[:, 0]  # these scales are multiplied into x before it is rounded
+    tops = jnp.abs(scaled).max(-1, keepdims=True) / 127
+    rounded = jnp.round(scaled / tops) * tops / (1 if along.axis == -2 else w.scales[:, 0])
+    y = run(x, w, -2, arithmetic="fast")
+    assert_close(y, reference.matmul(rounded, w, contract=-2, dtype=jnp.float32), 1e-5)
+    assert 1e-4 < float(jnp.abs(y - x @ w).max() / jnp.abs(y).max()) < 3e-2
+
+
+@pytest.mark.parametrize("format", ["nf4", "binary"])
+def test_fast_by_blocks(format: str) -> None:
+    x, w = product(Layout(format, -2, 64), -2, 5, 700, 200, jnp.float32)
+    y = run(x, w, -2, arithmetic="fast")
+    assert 1e-4 < float(jnp.abs(y - x @ w).max() / jnp.abs(y).max()) < 3e-2
+
+
+def test_each_device_runs_its_piece_in_shard_map() -> None:
+    x, w = product(Layout("nf4", -2, 64), -2, 4, 128, 8 * 256, jnp.float32)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    multiply = partial(tpu.matmul, contract=-2, dtype=jnp.float32, chip=CHIP, interpret=True)
+    specs = (P(), w.part_specs(P(None, "x"), mesh))
+    y = jax.shard_map(multiply, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=False)(x, w)
+    assert_close(y, reference.matmul(x, w, contract=-2, dtype=jnp.float32))
+
+
+# --- what runs where
+
+
+def test_tiles_hold_every_row_and_the_whole_sum_once() -> None:
+    for m in (1, 16, 256):
+        for k, n in ((4096, 4096), (4096, 11008), (11008, 4096), (576, 1536)):
+            for per_byte in (1, 2, 4, 8):
+                for contract in (-2, -1):
+                    t = tpu.tiles(m, k, n, per_byte=per_byte, contract=contract)
+                    assert t.m == m and k <= t.k < k + t.chunk and t.k % t.chunk == 0
+                    assert t.n % (128 * (per_byte if contract == -2 else 1)) == 0
+    far = tpu.tiles(256, 128256, 4096, per_byte=2, contract=-2)
+    assert far.k * 256 * 4 * 2 <= tpu.vmem("") and far.k % far.chunk == 0
+
+
+def test_the_program_for_a_tpu_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_kernel(n: int, use_kernel: bool = True) -> bool:  # n of its own each time: traces are remembered
+        w = FORMATS["int8"].quantize(jnp.ones((512, n)), axis=-2).replace(use_kernel=use_kernel)
+        program = jax.export.export(jax.jit(lambda x, w: x @ w), platforms=["tpu"])(jnp.ones((16, 512)), w)
+        return "tpu_custom_call" in program.mlir_module()
+
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert not has_kernel(128)  # nothing says which chip
+    monkeypatch.setattr(tpu, "device_kind", lambda: CHIP)
+    assert has_kernel(256)
+    assert not has_kernel(384, use_kernel=False)
+    with lowbit.use_kernel(False):
+        assert not has_kernel(512)
+
+
+def test_what_does_not_fit_runs_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu, "device_kind", lambda: CHIP)
+    x = jnp.ones((2, 60))
+    fits = partial(tpu.matmul_fits, contract=-2, dtype=jnp.float32)
+    assert fits(x, lowbit.Array8B.quantize(jnp.ones((60, 128)), axis=-2))
+    assert not fits(x, lowbit.Array8B.quantize(jnp.ones((60, 128)), axis=-2, block_size=10))
+    assert not fits(x.astype(jnp.int32), lowbit.Array8B.quantize(jnp.ones((60, 128)), axis=-2))
+
+
+@pytest.mark.skipif(not can_cut_explicit_axes(), reason="JAX before 0.10 decodes on explicit axes everywhere")
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x", None), P(None, None)], ids=str)
+def test_shardings_in_types_cut_products_without_the_compiler(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "can_cut_calls", lambda: False)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        dense = jax.device_put(jax.random.normal(jax.random.key(0), (1024, 2048)), NamedSharding(mesh, spec))
+        w = lowbit.ArrayNF4.quantize(dense, axis=-2)
+        x = jax.device_put(jax.random.normal(jax.random.key(1), (16, 1024)), NamedSharding(mesh, P(None, spec[0])))
+        multiply = jax.jit(lowbit.implicit(partial(jnp.einsum, "mk,kn->mn", out_sharding=P(None, spec[1]))))
+        y, text = multiply(x, w), multiply.lower(x, w).compile().as_text()
+        want = multiply(x, w.materialize())
+    assert jax.typeof(y) == jax.typeof(want)
+    assert_close(y, want)
+    assert "lowbit_matmul" in text and "f32[1024,2048]" not in text and "all-gather" not in text
