@@ -3,18 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 # Runtime, formats and rules are tested on the oldest supported JAX too.
 OLDEST := .venv-oldest
+# The compiler of TPU, which needs no chip.
+TPU := .venv-tpu
 PIP := -m pip install -q --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all test-browser sanitize fuzz train-examples docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot sanitize fuzz train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
 
 # On two cores alone: lint 1 minute, tests 11, oldest JAX 5, package 2; the first run installs and builds for 3 more.
-test: lint tests tests-oldest package
+test: lint tests tests-oldest package test-tpu-aot
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .
@@ -37,6 +39,17 @@ package: dist/built
 	$(PYTHON) -m venv $$dir/venv; \
 	$$dir/venv/bin/python -m pip install -q --disable-pip-version-check dist/*.whl; \
 	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))), lowbit.kernels.cpu.instruction_set()); assert 'lowbit' in lowbit.Report(()).to_html()"
+
+# Every kernel for TPU through the compiler of TPU. LOWBIT_AOT=0 leaves it out: the compiler is a download of 213 MB.
+ON_TPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-4 \
+  ALLOW_MULTIPLE_LIBTPU_LOAD=1 LOWBIT_NATIVE=0 PYTHONPATH=src
+ifeq ($(LOWBIT_AOT),0)
+test-tpu-aot:
+	@echo "LOWBIT_AOT=0: the kernels for TPU are not compiled."
+else
+test-tpu-aot: $(TPU)/test
+	$(ON_TPU) $(TPU)/bin/python -m pytest -q -n $(JOBS) tests/tpu_aot.py
+endif
 
 # Everything slow goes here as it comes.
 test-all: test test-browser sanitize fuzz
@@ -103,5 +116,10 @@ $(OLDEST)/test: dist/built
 	$(OLDEST)/bin/python $(PIP) --no-deps --force-reinstall $$wheel
 	touch $@
 
+$(TPU)/test: Makefile
+	test -x $(TPU)/bin/python || $(PYTHON) -m venv $(TPU)
+	$(TPU)/bin/python $(PIP) "jax[tpu]==0.10.2" pytest pytest-xdist
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) dist build
+	rm -rf $(VENV) $(OLDEST) $(TPU) dist build

@@ -64,7 +64,7 @@ def tiles(
     """The rule.
 
     - All rows of x up to 512, so that the weight is read and decoded once.
-    - The whole summed axis, unless x would take half of the memory; then as much of it as fits.
+    - The whole summed axis, unless x would take half of the memory, or the weight a quarter; then what fits.
     - About 1 MB of the weight, enough to hide the start of a copy, in four steps at least, so that copies and
       arithmetic overlap.
     - A chunk of about 128 thousand weights, whose planes stay near the registers, and of whole blocks (`span`) of rows.
@@ -77,7 +77,8 @@ def tiles(
     unit_n, unit_k = (_LANES * per_byte, block) if contract == -2 else (block, _LANES * per_byte)
     tile_n = unit_n * _power_below(min((per_byte << 20) // (k * unit_n), n // (4 * unit_n)))
     chunk = unit_k * _power_below(min((1 << 17) // (tile_n * unit_k), -(-k // unit_k)))
-    room = vmem(chip) // 4 // (_round_up(m, 16) * item)
+    # Two of each: one is copied while the other is used.
+    room = min(vmem(chip) // 4 // (_round_up(m, 16) * item), vmem(chip) // 8 * per_byte // tile_n)
     return Tiles(m, tile_n, _round_up(k, chunk) if k <= room else max(chunk, room // chunk * chunk), chunk)
 
 

@@ -6,18 +6,22 @@ says which axes of its operands are one and the same, and what to do where an ax
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowbit.formats._blocks import WHOLE, span_of
 from lowbit.formats._quantized import QuantizedArray, explicit_axes
-from lowbit.runtime._compat import can_cut_calls, can_cut_explicit_axes
+from lowbit.runtime._compat import can_cut_calls, can_cut_explicit_axes, device_kind
 
 Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names
 
@@ -53,7 +57,7 @@ def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., ja
     if AxisType.Manual in kinds or (explicit and not can_cut_explicit_axes()):
         return like(*operands)
     if not can_cut_calls():
-        return _by_types(operation, *operands, like=like) if kinds == {AxisType.Explicit} else like(*operands)
+        return (_by_types if kinds == {AxisType.Explicit} else _on_one)(operation, *operands, like=like)
     # Compiled for itself, since what is cut may not hold constants, and the reference of a format may.
     call = custom_partitioning(jax.jit(lambda *operands: operation(*operands)))
     rule, sizes = operation.rule()
@@ -86,6 +90,33 @@ def _by_types(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.A
     y = jax.shard_map(on_each_device, mesh=mesh, in_specs=specs, out_specs=out.spec, check_vma=False)(*operands)
     wanted: Any = jax.eval_shape(like, *operands)
     return jax.sharding.reshard(y, wanted.sharding)
+
+
+_on_one_p = Primitive("lowbit_on_one_device")
+
+
+def _on_one(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
+    """The operation if the program turns out to be one for a single device, which is known when it is lowered."""
+    one, many = (jax.make_jaxpr(fn)(*operands) for fn in (operation, like))
+    return _on_one_p.bind(*operands, one=one, many=many)
+
+
+@_on_one_p.def_abstract_eval
+def _(*operands: Any, many: ClosedJaxpr, **params: Any) -> Any:
+    return many.out_avals[0]
+
+
+@partial(mlir.register_lowering, _on_one_p)
+def _(ctx: Any, *operands: Any, one: ClosedJaxpr, many: ClosedJaxpr) -> Any:
+    devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    if devices > 1:
+        warnings.warn(
+            f"A product of a low-bit array was compiled for {devices} {device_kind()} with automatic axes, where "
+            "JAX cannot cut a kernel: each device decodes its piece. Use explicit axes or shard_map.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return mlir.lower_fun(jaxpr_as_fun(one if devices == 1 else many), multiple_results=True)(ctx, *operands)
 
 
 def entries(operand: Any) -> list[Entry]:

@@ -1,0 +1,141 @@
+"""The kernel for TPU, compiled by the compiler of TPU, which needs no chip: `make test-tpu-aot`."""
+
+import os
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import lowbit
+from lowbit import FORMATS, QuantizedArray
+from lowbit.kernels import tpu
+
+P = PartitionSpec
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
+ALL = os.environ.get("LOWBIT_TEST_LAYOUTS", "all") == "all"
+
+
+def mesh_of(chip: str, devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    found = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+    return Mesh(np.array(found[:devices]), ("x",), axis_types=(kind,))
+
+
+def shaped(mesh: Mesh, tree: Any, spec: Any = None) -> Any:
+    """Shapes that lie on the chips of a mesh."""
+    spec = jax.tree.map(lambda leaf: P(*[None] * len(leaf.shape)), tree) if spec is None else spec
+    place = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    return jax.tree.map(place, tree, spec)
+
+
+def weight(format: str, shape: tuple[int, ...], axis: int, dtype: Any = jnp.bfloat16, **options: Any) -> QuantizedArray:
+    dense = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.eval_shape(lambda w: FORMATS[format].quantize(w, axis=axis, **options), dense)
+
+
+def compiled(mesh: Mesh, fn: Any, *operands: Any) -> str:
+    with jax.set_mesh(mesh):
+        return jax.jit(lowbit.implicit(fn)).lower(*operands).compile().as_text()
+
+
+def multiply(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+def product(mesh: Mesh, format: str, contract: int, m: int, k: int, n: int, dtype: Any, **options: Any) -> str:
+    """The compiled program of a product, summed over the axis that has the scales."""
+    w = weight(format, (k, n) if contract == -2 else (n, k), contract, dtype, **options)
+    fn = multiply if contract == -2 else lambda x, w: x @ w.T
+    return compiled(mesh, fn, shaped(mesh, jax.ShapeDtypeStruct((m, k), dtype)), shaped(mesh, w))
+
+
+def assert_in_the_kernel(text: str, k: int, n: int) -> None:
+    assert 'custom_call_target="tpu_custom_call"' in text and "lowbit_matmul" in text
+    dense = rf"(?:f32|bf16)\[(?:\d+,)?(?:{k},{n}|{n},{k})\]"
+    assert not re.search(dense, text), re.search(dense, text)
+
+
+@pytest.mark.parametrize("contract", [-2, -1])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_every_format_and_direction(chip: str, format: str, contract: int) -> None:
+    mesh = mesh_of(chip, 1)
+    assert_in_the_kernel(product(mesh, format, contract, 16, 4096, 11008, jnp.bfloat16), 4096, 11008)
+    if ALL or chip == "v5e":
+        assert_in_the_kernel(product(mesh, format, contract, 16, 4096, 11008, jnp.float32), 4096, 11008)
+    if ALL:
+        assert_in_the_kernel(product(mesh, format, contract, 256, 4096, 11008, jnp.float32), 4096, 11008)
+        for m, k, n in ((1, 576, 1536), (3, 77, 130), (1000, 11008, 4096)):
+            assert_in_the_kernel(product(mesh, format, contract, m, k, n, jnp.bfloat16), k, n)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "v5p"])
+def test_integers_on_the_matrix_unit(chip: str) -> None:
+    with lowbit.compute("fast"):
+        for format in ("int8", "nf4"):
+            text = product(mesh_of(chip, 1), format, -2, 16, 4096, 4096, jnp.bfloat16)
+            assert_in_the_kernel(text, 4096, 4096)
+            assert "s8[1,16,4096]" in text  # the activations
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)], ids=str)
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_four_chips(chip: str, spec: Any) -> None:
+    """Each runs the kernel on its own piece; the sum over pieces of the summed axis is all that goes between them."""
+    w = weight("nf4", (4096, 4096), -2)
+    summed = spec[0] is not None
+
+    explicit = mesh_of(chip, 4, AxisType.Explicit)
+    x = shaped(explicit, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), P(None, spec[0]))
+    typed = lambda x, w: jnp.einsum("mk,kn->mn", x, w, out_sharding=P(None, spec[1]))  # noqa: E731
+    text = compiled(explicit, typed, x, shaped(explicit, w, w.part_specs(spec, explicit)))
+    assert_in_the_kernel(text, 4096, 4096)
+    assert set(re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)) == (
+        {"all-reduce"} if summed else set()
+    )
+
+    auto = mesh_of(chip, 4)
+    add = (lambda y: lax.psum(y, "x")) if summed else (lambda y: y)
+    mapped = jax.shard_map(
+        lambda x, w: add(x @ w),
+        mesh=auto,
+        in_specs=(P(None, spec[0]), w.part_specs(spec, auto)),
+        out_specs=P(None, spec[1]),
+        check_vma=False,
+    )
+    x = shaped(auto, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), P(None, spec[0]))
+    with jax.set_mesh(auto):
+        text = jax.jit(mapped).lower(x, shaped(auto, w, w.part_specs(spec, auto))).compile().as_text()
+    assert_in_the_kernel(text, 4096, 4096)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_scan_takes_its_layers_where_they_lie(format: str) -> None:
+    mesh = mesh_of("v5e", 1)
+    w = weight(format, (12, 1024, 2048), -2)
+    back = weight(format, (12, 2048, 1024), -2)
+
+    def net(x: Any, w: Any, back: Any) -> Any:
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w[0]) @ w[1], None), x, (w, back))[0]
+
+    x = shaped(mesh, jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16))
+    text = compiled(mesh, net, x, shaped(mesh, w), shaped(mesh, back))
+    assert_in_the_kernel(text, 1024, 2048)
+    # No result of the size of the codes of one layer or of all, but what is handed on.
+    for line in text.splitlines():
+        found = re.match(r"\s*(?:ROOT )?%\S+ = [us]8\[(?:\d+,)?(?:1024|2048),\d+\]\S* (\S+?)\(", line)
+        assert not found or found[1] in ("parameter", "get-tuple-element", "bitcast"), line
+
+
+def test_a_tile_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, k, n = 16, 1 << 20, 512
+    monkeypatch.setitem(tpu.EXCEPTIONS, (m, k, n, 2, -2, "TPU v5 lite"), tpu.Tiles(m=m, n=256, k=k, chunk=128))
+    with pytest.raises(Exception, match=r"(?i)vmem|RESOURCE_EXHAUSTED"):
+        product(mesh_of("v5e", 1), "nf4", -2, m, k, n, jnp.bfloat16)
+    # By the rule the same product of twice the width compiles.
+    assert_in_the_kernel(product(mesh_of("v5e", 1), "nf4", -2, m, k, 2 * n, jnp.bfloat16), k, 2 * n)
