@@ -177,35 +177,22 @@ class Plan:
         """Something of columns of y and of the summed axis, in the order of storage."""
         return (k, n) if self.contract == -2 else (n, k)
 
-    def call(self, x: jax.Array, *, interpret: bool) -> jax.Array:
+    def call(self, x: jax.Array, *, interpret: bool = False) -> jax.Array:
         w, t = self.w, self.tiles
-        rows, columns = w.stored_shape[-2:]
         codes = w.codes.reshape(-1, *w.codes.shape[-2:])
         scales = w.scales.reshape(-1, *w.scales.shape[-2:])
         if self.folded:
-            scales = spread(scales, self.spans, (rows, columns)).reshape(scales.shape[0], 1, -1)
-            if scales.shape[-1] == 1:
+            scales = spread(scales, self.spans, w.stored_shape[-2:]).reshape(scales.shape[0], 1, -1)
+            if scales.shape[-1] == 1:  # one for all
                 scales = jnp.broadcast_to(scales, (scales.shape[0], 1, self.n))
-        tops = jnp.ones((self.batch, 1, 1), jnp.float32)
-        if self.fast:
-            x, tops = self.in_int8(x, scales)
+        activations = self.in_int8(x, scales) if self.fast else (x,)
         kernel = pl.pallas_call(
             self.step,
             out_shape=jax.ShapeDtypeStruct((self.batch, self.m, self.n), self.dtype),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
                 grid=self.grid,
-                in_specs=[
-                    pl.BlockSpec((1, t.m, t.k), lambda b, m, n, k, layers: (b, m, k)),
-                    pl.BlockSpec(
-                        (1, min(t.m, tops.shape[1]), 1), lambda b, m, n, k, layers: (b, m if self.fast else 0, 0)
-                    ),
-                    pl.BlockSpec(
-                        (1, self.tile[0], self.tile[1] // self.per_byte),
-                        lambda b, m, n, k, layers: (layers[b], *self.stored(n, k)),
-                    ),
-                    self.scale_spec(),
-                ],
+                in_specs=self.in_specs(),
                 out_specs=pl.BlockSpec((1, t.m, t.n), lambda b, m, n, k, layers: (b, m, n)),
                 scratch_shapes=[pltpu.VMEM((t.m, t.n), jnp.int32 if self.fast and self.folded else jnp.float32)],
             ),
@@ -215,7 +202,21 @@ class Plan:
             interpret=interpret,
             name="lowbit_matmul",
         )
-        return kernel(layer_numbers(w), x, tops, codes, scales)
+        return kernel(layer_numbers(w), codes, scales, *activations)
+
+    def in_specs(self) -> list[pl.BlockSpec]:
+        """Of codes, scales and x; and, where x is in 8 bits, of the factors of its rows."""
+        t = self.tiles
+
+        def codes(b: Any, m: Any, n: Any, k: Any, layers: Any) -> Any:
+            return layers[b], *self.stored(n, k)
+
+        specs = [
+            pl.BlockSpec((1, self.tile[0], self.tile[1] // self.per_byte), codes),
+            self.scale_spec(),
+            pl.BlockSpec((1, t.m, t.k), lambda b, m, n, k, layers: (b, m, k)),
+        ]
+        return [*specs, pl.BlockSpec((1, t.m, 1), lambda b, m, n, k, layers: (b, m, 0))] if self.fast else specs
 
     def in_int8(self, x: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Activations in 8 bits, and what to multiply each row of the result by."""
@@ -291,8 +292,9 @@ class Plan:
 
     # --- a step
 
-    def step(self, layers: Any, x: Any, tops: Any, codes: Any, scales: Any, y: Any, total: Any) -> None:
+    def step(self, layers: Any, codes: Any, scales: Any, x: Any, *rest: Any) -> None:
         del layers
+        *factors, y, total = rest
         t, last = self.tiles, self.grid[3] - 1
         at = pl.program_id(2), pl.program_id(3)  # not known inside of the loop
         k = at[1]
@@ -312,7 +314,7 @@ class Plan:
 
         @pl.when(k == last)
         def _() -> None:
-            result = total[...].astype(jnp.float32) * tops[0] if self.fast else total[...]
+            result = total[...].astype(jnp.float32) * factors[0][0] if factors else total[...]
             if self.contract == -2:
                 result = _interleaved(result, self.per_byte)
             y[0] = (result * scales[0] if self.folded == "y" else result).astype(y.dtype)
@@ -361,7 +363,7 @@ class Plan:
         """The format's levels of codes: by arithmetic if they are integers, else looked up among those of all codes."""
         if self.w.in_int8 == 1 or self.per_byte == 1:
             return self.w.levels(codes)
-        table = self.w.levels(lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 1) % (1 << 8 // self.per_byte))
+        table = self.w.levels(lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 1) & (1 << 8 // self.per_byte) - 1)
         table = jnp.broadcast_to(table[:1], (codes.shape[0], _LANES))
         found = [
             jnp.take_along_axis(table, codes[:, at : at + _LANES], axis=1, mode="promise_in_bounds")
@@ -428,11 +430,11 @@ def _lanes(x: jax.Array, index: jax.Array) -> jax.Array:
     rows = x.shape[0]
     if rows == 1:  # which would be another kind of look-up
         x = jnp.broadcast_to(x, (_SUBLANES, x.shape[1]))
-    index = jnp.broadcast_to(index, (x.shape[0], _LANES))
+    lane, group = (jnp.broadcast_to(part, (x.shape[0], _LANES)) for part in (index & _LANES - 1, index >> 7))
     found = None
     for start in range(0, x.shape[1], _LANES):
-        here = jnp.take_along_axis(x[:, start : start + _LANES], index % _LANES, axis=1, mode="promise_in_bounds")
-        found = here if found is None else jnp.where(index // _LANES == start // _LANES, here, found)
+        here = jnp.take_along_axis(x[:, start : start + _LANES], lane, axis=1, mode="promise_in_bounds")
+        found = here if found is None else jnp.where(group == start // _LANES, here, found)
     assert found is not None
     return found[:rows]
 

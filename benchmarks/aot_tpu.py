@@ -1,0 +1,122 @@
+"""What the compiler of TPU says of each kernel, without a chip. Run by aot.py."""
+
+import itertools
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DUMPS = Path(tempfile.mkdtemp(prefix="lowbit-aot-"))
+# Read when the library of TPU is loaded.
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
+    LOWBIT_NATIVE="0",
+    LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={DUMPS} --xla_jf_dump_llo_text=true",
+)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+from lowbit import FORMATS  # noqa: E402
+from lowbit.kernels import tpu  # noqa: E402
+
+# The topology that is compiled for, and the published bandwidth of one device in GB/s. (Half a chip of tpu7x.)
+CHIPS = {
+    "v5e": ("v5e:2x2", 819),
+    "v5p": ("v5p:2x2x1", 2765),
+    "v6e": ("v6e:2x2", 1640),
+    "tpu7x": ("tpu7x:2x2x1", 3690),
+}
+COLUMNS = ["VMEM MB", "bundles", "in loop", "per 1024 weights", "spills"]
+
+
+def kernels(shapes: Any, rows: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """What each kernel is called, and its operands as shapes."""
+    for (k, n), format, contract, m, dtype in itertools.product(
+        shapes, FORMATS, (-2, -1), rows, (jnp.bfloat16, jnp.float32)
+    ):
+        dense = jax.ShapeDtypeStruct((k, n) if contract == -2 else (n, k), dtype)
+        w = jax.eval_shape(lambda w, f=format, c=contract: FORMATS[f].quantize(w, axis=c), dense)
+        names = {
+            "k": k,
+            "n": n,
+            "kernel": f"{format} {'x @ w' if contract == -2 else 'x @ w.T'} {dtype.__name__}",
+            "m": m,
+        }
+        yield names, (jax.ShapeDtypeStruct((1, m, k), dtype), w, contract, dtype)
+
+
+def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Any]:
+    """Compile one, and read what the compiler wrote."""
+    topology, bandwidth = CHIPS[chip]
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec())
+    for file in DUMPS.iterdir():
+        file.unlink()
+    with jax.set_mesh(mesh):
+        here = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), (x, w))
+        plan = tpu.Plan(w, contract, x, dtype, False, device.device_kind)
+        jax.jit(lambda x, w: tpu.matmul(x[0], w, contract=contract, dtype=dtype)).lower(*here).compile()
+    moved = bytes_moved(plan, x, w)
+    least = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *jax.tree.leaves(w)))
+    least += plan.m * plan.n * jnp.dtype(dtype).itemsize
+    return {
+        **compiler_says(plan),
+        "moved MB": moved / 1e6,
+        "of the least": moved / least,
+        "roofline us": moved / bandwidth / 1e3,
+    }
+
+
+def bytes_moved(plan: Any, x: Any, w: Any) -> int:
+    """Bytes that the steps of the grid copy, by the kernel's own index maps: blocks whose place is a new one."""
+    scales = (1, 1, plan.k if plan.folded == "x" else plan.n) if plan.folded else w.scales.shape
+    arrays = [(w.codes.shape, w.codes.dtype), (scales, jnp.float32), (x.shape, x.dtype)]
+    out = tpu.pl.BlockSpec((1, plan.tiles.m, plan.tiles.n), lambda b, m, n, k, layers: (b, m, n))
+    arrays.append(((1, plan.m, plan.n), jnp.dtype(plan.dtype)))
+    total = 0
+    for spec, (shape, dtype) in zip([*plan.in_specs(), out], arrays, strict=True):
+        shape, last = (1,) * (3 - len(shape)) + tuple(shape), None
+        for step in itertools.product(*map(range, plan.grid)):
+            at = tuple(int(i) for i in spec.index_map(*step, [0] * plan.batch))
+            if at != last:
+                sizes = (max(min(b, s - i * b), 0) for i, b, s in zip(at, spec.block_shape, shape, strict=True))
+                total += math.prod(sizes) * jnp.dtype(dtype).itemsize
+            last = at
+    return total
+
+
+def compiler_says(plan: Any) -> dict[str, Any]:
+    def one(pattern: str) -> str:
+        (file,) = DUMPS.glob(f"*lowbit_matmul*{pattern}")
+        return file.read_text()
+
+    memory = sum(int(size, 16) for size in re.findall(r"space=vmem, size = (0x[0-9a-f]+)", one("-02-original.txt")))
+    slots = [
+        line.split()
+        for line in one("final_hlo-static-per-bundle-utilization.txt").split("== UTILIZATION:")[1].splitlines()
+    ]
+    names = re.search(r"(MXU.*)", one("final_hlo-static-per-bundle-utilization.txt"))
+    spilled = [name.strip() for name in names[1].split(",")].index("VSTORE:SPILL")
+    bundles = [
+        line for line in one("-final_bundles.txt").splitlines() if re.match(r"\s*(0x)?[0-9a-f]+\s+(\w\w)?\s*:", line)
+    ]
+    loop = [line for line in bundles if re.match(r"[^{]*>>", line)]
+    weights = plan.tiles.chunk * plan.tiles.n
+    return {
+        "VMEM MB": memory / 1e6,
+        "bundles": len(bundles),
+        "in loop": len(loop),
+        "per 1024 weights": len(loop) / weights * 1024,
+        "spills": sum(int(row[spilled]) for row in slots if row),
+    }
