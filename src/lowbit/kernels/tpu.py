@@ -82,6 +82,10 @@ def tiles(
     return Tiles(m, tile_n, _round_up(k, chunk) if k <= room else max(chunk, room // chunk * chunk), chunk)
 
 
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
 def _power_below(number: int) -> int:
     return 1 << max(number, 1).bit_length() - 1
 
@@ -94,13 +98,13 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def matmul_fits(x: jax.Array, w: QuantizedArray, *, contract: int, dtype: Any, **params: Any) -> bool:
-    """One part of codes, matrices that share no scales, blocks of rows that fill chunks; and a chip to trace for."""
+    """One part of codes, matrices that share no scales, blocks that fill chunks evenly; and a chip to trace for."""
     if len(w.packing) > 1 or x.dtype not in _FLOATS or dtype not in _FLOATS or 0 in (*x.shape, *w.shape):
         return False
     rows, columns = span_of(w.spans, -2), span_of(w.spans, -1)
     apart = all(span_of(w.spans, axis) == 1 for axis in range(-len(w.spans), -2))
-    spreads = rows % _SUBLANES == 0 and (math.lcm(rows, _LANES) <= 1024 or rows & (rows - 1) == 0)
-    return apart and device_kind().startswith("TPU") and (WHOLE in (rows, columns) or rows == 1 or spreads)
+    even = rows == 1 or (rows % _SUBLANES == 0 and (math.lcm(rows, _LANES) <= 1024 or _is_power(rows)))
+    return apart and device_kind().startswith("TPU") and (WHOLE in (rows, columns) or (even and _is_power(columns)))
 
 
 # --- the product
@@ -236,10 +240,7 @@ class Plan:
         for tile, span, count, unit in zip(self.tile, self.spans, steps, (_SUBLANES, _LANES), strict=True):
             cover = span * unit
             if count == 1 or tile % cover == 0:
-                # Chunks that do not come out even with the lanes look into those after the last.
-                found.append(
-                    (_round_up(-(-tile // span), unit) + (unit if cover % unit else 0), lambda i: i, lambda i: 0)
-                )
+                found.append((_round_up(-(-tile // span), unit), lambda i: i, lambda i: 0))
             elif cover % tile == 0:  # several tiles in a row look into the same window
                 found.append((unit, lambda i, n=cover // tile: i // n, lambda i, n=cover // tile, t=tile: i % n * t))
             else:
@@ -260,8 +261,8 @@ class Plan:
 
         return pl.BlockSpec((1, rows, columns), index)
 
-    def chunk_scales(self, scales: Any, i: Any, at: tuple[Any, Any], spread: bool = True) -> list[jax.Array]:
-        """The scales of a chunk, for each plane; one row where one block covers the chunk."""
+    def chunk_scales(self, scales: Any, i: Any, at: tuple[Any, Any], by_row: bool = True) -> list[jax.Array]:
+        """The scales of a chunk, for each plane: by row, or one row for each block; one where a block covers all."""
         (_, _, row_behind), (_, _, column_behind) = self.scale_windows()
         row, column = self.stored(*at)
         row, column = row_behind(row), column_behind(column)
@@ -272,9 +273,8 @@ class Plan:
         # All lanes that the chunk needs, from a whole row of lanes on.
         cover = column_span * _LANES
         first = column // cover
-        width = -(-columns // cover) + (1 if columns % cover and cover % columns else 0)
         count = max(rows // row_span, 1)
-        lanes = pl.ds(_aligned(first * _LANES, _LANES), min(width * _LANES, scales.shape[-1]))
+        lanes = pl.ds(_aligned(first * _LANES, _LANES), -(-columns // cover) * _LANES)
         window = _rows(scales, row // row_span, count, lanes)
         behind = column - first * cover
 
@@ -288,7 +288,7 @@ class Plan:
         found = (
             [plane(0)] * self.per_byte if column_span % self.per_byte == 0 else [plane(j) for j in range(self.per_byte)]
         )
-        return [_repeated_rows(x, rows // count) if spread and count > 1 else x for x in found]
+        return [_repeated_rows(x, rows // count) if by_row and count > 1 else x for x in found]
 
     # --- a step
 
@@ -386,7 +386,7 @@ class Plan:
     def by_block(self, x: Any, w: Any, scales: Any, i: Any, at: tuple[Any, Any], inside: Any) -> jax.Array:
         """Products of integers, each block of rows multiplied by its scales."""
         size = self.chunk[0] // self.blocks
-        factors = _joined(self.chunk_scales(scales, i, at, spread=False))
+        factors = _joined(self.chunk_scales(scales, i, at, by_row=False))
         factors = self.masked(factors, 0, -(-inside // size))
 
         def block(b: int) -> jax.Array:
