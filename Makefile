@@ -28,7 +28,7 @@ tests: $(VENV)/test
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
-  new_format qat qlora report
+  new_format qat qlora report tpu
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
@@ -51,10 +51,11 @@ test-tpu-aot: $(TPU)/test
 	$(ON_TPU) $(TPU)/bin/python -m pytest -q -n $(JOBS) tests/tpu_aot.py
 endif
 
+# What `tests` runs in part, to be short.
+IN_PART := transforms rules sharding frameworks demo new_format qat tpu
 # Everything slow goes here as it comes.
 test-all: test test-browser sanitize fuzz
-	$(VENV)/bin/python -m pytest -n $(JOBS) tests/test_transforms.py tests/test_rules.py tests/test_sharding.py \
-	  tests/test_frameworks.py
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(addprefix tests/test_,$(addsuffix .py,$(IN_PART)))
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.

@@ -1,6 +1,6 @@
 """The tables and the figure of the pages in docs, from benchmarks/results.
 
-python benchmarks/page.py [performance] [sharding] [training]
+python benchmarks/page.py [performance] [sharding] [training] [accelerators]
 
 The figure needs matplotlib: pip install 'lowbit[plot]'
 """
@@ -69,6 +69,21 @@ def qat_table(name: str) -> str:
     return "\n".join(lines) + "\n\n" + origin(found)
 
 
+def aot_table(name: str, shape: str) -> str:
+    """For each kernel of bfloat16 and each chip: bundles of the inner loop, and bytes over the least possible."""
+    found = load(name)
+    rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    rows = [row for row in rows if row["shape"] == shape and row["kernel"].endswith("bfloat16")]
+    chips = list(dict.fromkeys(row["chip"] for row in rows))
+    lines = ["| kernel | M | " + " | ".join(f"{chip}: bundles, moved" for chip in chips) + " |"]
+    lines.append("| --- " * (len(chips) + 2) + "|")
+    for kernel, m in dict.fromkeys((row["kernel"], row["M"]) for row in rows):
+        own = {row["chip"]: row for row in rows if (row["kernel"], row["M"]) == (kernel, m)}
+        cells = (f"{own[chip]['per 1024 weights']:.2f}, {own[chip]['of the least']:.3f}" for chip in chips)
+        lines.append(f"| {kernel.removesuffix(' bfloat16')} | {m} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
 def figure(name: str, shape: str, path: Path) -> None:
     import matplotlib
 
@@ -96,7 +111,7 @@ def figure(name: str, shape: str, path: Path) -> None:
 
 
 def main() -> None:
-    for page in sys.argv[1:] or ("performance", "sharding", "training"):
+    for page in sys.argv[1:] or ("performance", "sharding", "training", "accelerators"):
         write(DOCS / f"{page}.md")
 
 
@@ -106,7 +121,7 @@ def write(page: Path) -> None:
         if kind == "figure":
             figure(name, shape, DOCS / "performance.svg")
             continue
-        made = product_table(name, shape) if kind == "products" else TABLES[kind](name)
+        made = SHAPED[kind](name, shape) if kind in SHAPED else TABLES[kind](name)
         start = f"<!-- {kind} {name}{' ' + shape if shape else ''} -->\n"
         before, rest = text.split(start, 1)
         after = rest.split("<!-- end -->\n", 1)[1]
@@ -114,6 +129,7 @@ def write(page: Path) -> None:
     page.write_text(text)
 
 
+SHAPED = {"products": product_table, "aot": aot_table}
 TABLES = {"table": plain_table, "qat": qat_table}
 
 

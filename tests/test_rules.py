@@ -16,7 +16,7 @@ from lowbit import FORMATS, ArrayNF4, QuantizedArray, implicit
 from lowbit.formats._blocks import unpack
 from lowbit.testing import dense_weights, equations
 
-EXAMPLES = int(os.environ.get("LOWBIT_TEST_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("LOWBIT_TEST_EXAMPLES", "10"))
 
 
 def codes_of(q: QuantizedArray) -> np.ndarray:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import HALF, Layout, assert_close
+from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lowbit
@@ -65,10 +66,9 @@ def test_blocks_of_other_sizes(axis: int, block: int) -> None:
 
 
 def test_stacks_and_chosen_layers() -> None:
-    x, w = product(Layout("nf4", -2, 64), -2, 4, 128, 256, jnp.float32, lead=(3,))
+    x, w = product(Layout("int8", -2, 64), -2, 4, 128, 256, jnp.bfloat16, lead=(3,))
     assert_as_reference(x, w, -2, jnp.float32)
-    chosen = w.replace(index=jnp.array([2, 0]))
-    assert_as_reference(x[:2], chosen, -2, jnp.float32)
+    assert_as_reference(x[:2], w.replace(index=jnp.array([2, 0])), -2, jnp.float32)
     assert_as_reference(x[0], w.replace(index=jnp.int32(1)), -2, jnp.float32)
 
 
@@ -117,7 +117,7 @@ def test_tiles_hold_every_row_and_the_whole_sum_once() -> None:
 def test_the_program_for_a_tpu_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def has_kernel(n: int, use_kernel: bool = True) -> bool:  # n of its own each time: traces are remembered
         w = FORMATS["int8"].quantize(jnp.ones((512, n)), axis=-2).replace(use_kernel=use_kernel)
-        program = jax.export.export(jax.jit(lambda x, w: x @ w), platforms=["tpu"])(jnp.ones((16, 512)), w)
+        program = export.export(jax.jit(lambda x, w: x @ w), platforms=["tpu"])(jnp.ones((16, 512)), w)
         return "tpu_custom_call" in program.mlir_module()
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -140,17 +140,17 @@ def test_what_does_not_fit_runs_by_the_reference(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not can_cut_explicit_axes(), reason="JAX before 0.10 decodes on explicit axes everywhere")
-@pytest.mark.parametrize("spec", [P(None, "x"), P("x", None), P(None, None)], ids=str)
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)], ids=str)
 def test_shardings_in_types_cut_products_without_the_compiler(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "can_cut_calls", lambda: False)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        dense = jax.device_put(jax.random.normal(jax.random.key(0), (1024, 2048)), NamedSharding(mesh, spec))
+        dense = jax.device_put(jax.random.normal(jax.random.key(0), (512, 256)), NamedSharding(mesh, spec))
         w = lowbit.ArrayNF4.quantize(dense, axis=-2)
-        x = jax.device_put(jax.random.normal(jax.random.key(1), (16, 1024)), NamedSharding(mesh, P(None, spec[0])))
+        x = jax.device_put(jax.random.normal(jax.random.key(1), (16, 512)), NamedSharding(mesh, P(None, spec[0])))
         multiply = jax.jit(lowbit.implicit(partial(jnp.einsum, "mk,kn->mn", out_sharding=P(None, spec[1]))))
         y, text = multiply(x, w), multiply.lower(x, w).compile().as_text()
         want = multiply(x, w.materialize())
     assert jax.typeof(y) == jax.typeof(want)
     assert_close(y, want)
-    assert "lowbit_matmul" in text and "f32[1024,2048]" not in text and "all-gather" not in text
+    assert "lowbit_matmul" in text and "f32[512,256]" not in text and "all-gather" not in text
