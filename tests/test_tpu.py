@@ -154,3 +154,18 @@ def test_shardings_in_types_cut_products_without_the_compiler(spec: Any, monkeyp
     assert jax.typeof(y) == jax.typeof(want)
     assert_close(y, want)
     assert "lowbit_matmul" in text and "f32[512,256]" not in text and "all-gather" not in text
+
+
+def test_automatic_axes_decode_with_a_warning_where_the_compiler_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "can_cut_calls", lambda: False)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    w = lowbit.Array8B.quantize(jax.random.normal(jax.random.key(0), (136, 264)), axis=-2)
+    x = jax.random.normal(jax.random.key(1), (7, 136))
+    multiply = jax.jit(lambda x, w: x @ w)
+    assert "lowbit_matmul" in multiply.lower(x, w).compile().as_text()  # on one device there is nothing to cut
+    assert_close(multiply(x, w), x @ w.materialize())
+    cut = w.with_sharding(NamedSharding(mesh, P(None, "x")))
+    with pytest.warns(RuntimeWarning, match="8 .* with automatic axes.* explicit axes or shard_map"):
+        text = multiply.lower(x, cut).compile().as_text()
+    assert "lowbit_matmul" not in text and "all-gather" not in text
+    assert_close(multiply(x, cut), x @ w.materialize())
