@@ -43,19 +43,20 @@ from lowbit.sharding import shardings
 
 from ._atomic import written_aside
 from ._checks import are_counts, checked_json
+from ._maps import mapped, release
 from ._processes import Box, box, pieces_of, together
 
 VERSION, INDEX = 1, 2  # a file, and one that says in which others the pieces of its tensors lie
 
 # fmt: off
-_DTYPES: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in {
+DTYPES: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
     "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }.items()}
 # fmt: on
-_TYPES: dict[Any, str] = {dtype: name for name, dtype in _DTYPES.items()}
+_TYPES: dict[Any, str] = {dtype: name for name, dtype in DTYPES.items()}
 # Numbers are stored as Python writes them, which loses nothing and has words for infinity and NaN.
 _NUMBERS: dict[str, Any] = {"bool": lambda text: text == "True", "int": int, "float": float, "complex": complex}
 
@@ -64,6 +65,7 @@ _TEXTS = ("lowbit.version", "lowbit.tree", "lowbit.crc32", "lowbit.metadata")
 _INDEX_TEXTS = (*_TEXTS, "lowbit.files", "lowbit.pieces")
 _PART = re.compile(r"[^/\\\0]*-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors")  # a plain name, and no other file's
 _SHA256, _DIGEST = "lowbit.sha256", 32
+_CHUNK = 1 << 26  # bytes that are looked at at a time
 _ALIGNMENT = 64  # where JAX takes memory of the host as it is, without a copy
 
 _MOST_HEADER = 100_000_000  # as in the safetensors package
@@ -102,7 +104,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: dict[str, Any] | 
     target = Path(os.path.realpath(path))
     if jax.process_count() > 1:
         return _save_together(target, tree, metadata)
-    old = _parts(target)
+    old = index_parts(target)
     _write(target, *_outlined(target, tree, metadata))
     _remove(target, old)
 
@@ -292,7 +294,7 @@ class LowbitFile:
 
     def _check(self, piece: "_Piece") -> None:
         if piece not in self._checked:
-            if f"{zlib.crc32(piece.data.data):08x}" != piece.crc32:
+            if f"{_crc32(piece.data):08x}" != piece.crc32:
                 raise piece.bad("is damaged: its checksum is another")
             self._checked.add(piece)
 
@@ -452,15 +454,16 @@ def _short(value: Any) -> str:
 class _Outline:
     """The tree as JSON, and the tensors that it speaks of."""
 
-    def __init__(self, target: Path):
+    def __init__(self, target: Path, shapes: bool):
         self.target = target
+        self.arrays = (jax.ShapeDtypeStruct,) if shapes else (jax.Array, np.ndarray, np.generic)
         self.tensors: dict[str, Any] = {}
         self.names = {"__metadata__": 1, _SHA256: 1}
         self.tied: dict[int, str] = {}
 
     def node(self, tree: Any, path: tuple[Any, ...]) -> Any:
         kind = type(tree).__name__
-        if isinstance(tree, jax.Array | np.ndarray | np.generic):
+        if isinstance(tree, self.arrays):
             return {"array": self.tensor(tree, path)}
         if isinstance(tree, QuantizedArray):
             array = tree.resolved()
@@ -501,7 +504,7 @@ class _Outline:
         if isinstance(dtype, np.dtype) and not dtype.isnative:
             array = array.astype(dtype := dtype.newbyteorder("="))
         if dtype not in _TYPES:
-            raise self.bad(path, f"is a {type(array).__name__} of dtype {dtype}", f"files have {', '.join(_DTYPES)}")
+            raise self.bad(path, f"is a {type(array).__name__} of dtype {dtype}", f"files have {', '.join(DTYPES)}")
         self.tied[key] = name = _unique(path, self.names)
         self.tensors[name] = array
         return name
@@ -531,6 +534,16 @@ def _size(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
 
 
+def _crc32(data: np.ndarray) -> int:
+    """The checksum of bytes, of which no more are in memory at a time than need be if they are those of a file."""
+    crc32 = 0
+    for start in range(0, data.size, _CHUNK):
+        crc32 = zlib.crc32(data[start : start + _CHUNK].data, crc32)
+        if data.size > _CHUNK:
+            release()
+    return crc32
+
+
 def _header(texts: dict[str, str], tensors: dict[str, Any], crc32: dict[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": texts | {"lowbit.crc32": _json(crc32)}}
     end = 0
@@ -542,24 +555,59 @@ def _header(texts: dict[str, str], tensors: dict[str, Any], crc32: dict[str, str
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_target(target: Path) -> None:
+def check_is_file(target: Path) -> None:
+    """Raise where no file can be put."""
     if not target.parent.is_dir():
         raise FileNotFoundError(f"Cannot save to {target}: there is no directory {target.parent}.")
     if target.exists() and not target.is_file():
         raise IsADirectoryError(f"Cannot save to {target}: it is a directory or a device, not a file.")
 
 
-def _outlined(target: Path, tree: Any, metadata: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """The texts and the tensors of a file, which can be read if it is written."""
-    outline = _Outline(target)
+def _outlined(target: Path, tree: Any, metadata: Any, *, shapes: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
+    """The texts and the tensors of a file, which can be read if it is written. `shapes`: the tree has these alone."""
+    outline = _Outline(target, shapes)
     told = [str(VERSION), _json(outline.node(tree, ())), "", _told({} if metadata is None else metadata)]
     texts: dict[str, str] = dict(zip(_TEXTS, told, strict=True))
     # Those of whole cache lines first, then by the size of their elements, so that each lies on a multiple of it.
     tensors = dict(sorted(outline.tensors.items(), key=lambda t: (_size(t[1]) % _ALIGNMENT > 0, -t[1].dtype.itemsize)))
     start = _header(texts, tensors, dict.fromkeys(tensors, "0" * 8))
     _Contents(target, start, len(start) + sum(map(_size, tensors.values())) + _DIGEST).read()
-    _check_target(target)
+    if not shapes:
+        check_is_file(target)
     return texts, tensors
+
+
+class Layout:
+    """A file that `save` would write of a dict of arrays, from their shapes alone: where each tensor lies in it.
+
+    - `parts`: of each array the names of its tensors, by its fields; of one that is not quantized, by "".
+    - `tensors`: the shape and dtype of each. `offsets`: where it begins. `size`: of the file.
+    """
+
+    def __init__(self, target: Path, arrays: dict[str, Any], metadata: dict[str, Any]):
+        self._texts, self.tensors = _outlined(target, arrays, metadata, shapes=True)
+        nodes = dict(json.loads(self._texts["lowbit.tree"])[1])
+        self.parts: dict[str, dict[str, str]] = {
+            name: {"": node["array"]} if "array" in node else {k: t for k, t in node["parts"].items() if t is not None}
+            for name, node in nodes.items()
+        }
+        start = len(self._start({}))
+        ends = list(itertools.accumulate(map(_size, self.tensors.values()), initial=start))
+        self.offsets = dict(zip(self.tensors, ends, strict=False))
+        self.size = ends[-1] + _DIGEST
+        self.replaces = index_parts(target)
+
+    def _start(self, crc32: dict[str, int]) -> bytes:
+        return _header(self._texts, self.tensors, {name: f"{crc32.get(name, 0):08x}" for name in self.tensors})
+
+    def ends(self, crc32: dict[str, int]) -> tuple[bytes, bytes]:
+        """The first and the last bytes of the file, given the checksums of all tensors."""
+        start = self._start(crc32)
+        return start, hashlib.sha256(start).digest()
+
+    def tidy(self, target: Path) -> None:
+        """Remove the parts that the file before was the index of."""
+        _remove(target, self.replaces)
 
 
 def _write(target: Path, texts: dict[str, str], tensors: dict[str, Any]) -> bytes:
@@ -622,7 +670,7 @@ def _save_together(target: Path, tree: Any, metadata: Any) -> None:
 
     def publish() -> bytes:
         if here == 0:
-            old = _parts(target)
+            old = index_parts(target)
             files = {name: digest.hex() for name, digest in zip(names, digests, strict=True)}
             index = texts | {
                 "lowbit.version": str(INDEX),
@@ -648,7 +696,7 @@ def _piece_name(name: str, corner: tuple[int, ...]) -> str:
     return f"{name}@{','.join(map(str, corner))}"
 
 
-def _parts(target: Path) -> list[str]:
+def index_parts(target: Path) -> list[str]:
     """The files that the index there names; none if there is no index, or none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         if target.is_file() and _version(target) == INDEX:  # a pipe would have us wait
@@ -658,7 +706,7 @@ def _parts(target: Path) -> list[str]:
 
 def _remove(target: Path, names: list[str]) -> None:
     """Remove parts, unless the file there names them. What cannot be removed stays; the checkpoint is whole."""
-    for name in {*names} - {*_parts(target)}:
+    for name in {*names} - {*index_parts(target)}:
         with contextlib.suppress(OSError):
             (target.parent / name).unlink(missing_ok=True)
 
@@ -678,7 +726,7 @@ def _mapped(path: Path, versions: tuple[int, ...] = (VERSION, INDEX)) -> tuple[n
     size = path.stat().st_size
     if size < 8:
         raise ValueError(f"{path} is no safetensors file: it has {size} bytes.")
-    data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    data = mapped(path)
     end = 8 + int.from_bytes(data[:8].tobytes(), "little")
     if end > min(size, 8 + _MOST_HEADER):
         raise ValueError(
@@ -769,11 +817,11 @@ class _Contents:
         """The dtype and the shape of a tensor, and what else is said of it."""
         match entry:
             case {"dtype": str(kind), "shape": list(shape), **rest} if {*rest} == {third} and type(rest[third]) is list:
-                dtype = _DTYPES.get(kind)
+                dtype = DTYPES.get(kind)
             case _:
                 raise self.bad(where, f"is {_short(entry)}, and not a dtype, a shape and {third}")
         if dtype is None:
-            raise self.bad(where, f"has the dtype {_short(kind)}, which is none of {', '.join(_DTYPES)}")
+            raise self.bad(where, f"has the dtype {_short(kind)}, which is none of {', '.join(DTYPES)}")
         # Also of an empty tensor the other axes must be such that numpy and XLA can count its bytes.
         if not are_counts(shape, _MOST_AXES) or math.prod(n or 1 for n in shape) > max(self.size, 1 << 40):
             raise self.bad(where, f"has the shape {_short(shape)}")
@@ -914,8 +962,8 @@ class _Contents:
         match given:
             case list():
                 return tuple(self.static(item, path) for item in given)
-            case {"dtype": str(name), **rest} if not rest and name in _DTYPES:
-                return _DTYPES[name]
+            case {"dtype": str(name), **rest} if not rest and name in DTYPES:
+                return DTYPES[name]
             case dict():
                 raise self.bad(_name(path), f"has {_short(given)} in a static field, which is no dtype of safetensors")
         return given

@@ -1,0 +1,258 @@
+"""Files written piece by piece: the bytes of those made in memory, whatever happens on the way."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from test_cli import left_over, run
+
+import lowbit
+from lowbit import QuantizationConfig, Rule
+from lowbit.io import convert as converting
+from lowbit.io import stream
+from lowbit.io.safetensors import save
+from lowbit.io.source import open_tensors
+
+HERE = Path(__file__).parent
+PART = [".lowbit-out.journal", ".lowbit-out.part"]
+
+
+BOTH = QuantizationConfig("int8", axis=(-2, -1))
+# Each way to cut: by rows, by rows of blocks, by columns, by layers, within a row, not at all; and what is not full.
+CASES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
+    **{f"{format}.weight": ((40, 192), np.float32, format) for format in lowbit.FORMATS},
+    **{f"{format}.kernel": ((192, 40), ml_dtypes.bfloat16, format) for format in lowbit.FORMATS},
+    "half.kernel": ((192, 40), np.float16, "nf4"),
+    "layers.weight": ((3, 30, 64), np.float32, "int8"),
+    "ragged.weight": ((70, 33), np.float32, "nf4"),
+    "long.weight": ((2, 5000), np.float16, "nf4"),
+    "double.weight": ((3, 30, 64), np.float32, QuantizationConfig("nf4", double_quant=True)),
+    "blocks.kernel": ((100, 50), np.float32, QuantizationConfig("int8", scale_block=32)),
+    "both.weight": ((40, 192), np.float32, BOTH),
+    "norm": ((4000,), np.float32, None),
+    "ids": ((40, 100), np.int64, None),
+    "mask": ((9,), np.bool_, None),
+    "nothing": ((0, 4), np.float32, None),
+    "one": ((), np.float32, None),
+}
+MEANS = ("ternary", "binary")
+RULES = [Rule(name, format) for name, (_, _, format) in CASES.items()]
+
+
+def tensors(seed: int = 3) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: np.asarray(rng.standard_normal(shape)).astype(dtype) for name, (shape, dtype, _) in CASES.items()}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.safetensors"
+    safetensors.numpy.save_file(tensors(), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "PIECE", 2048)
+    monkeypatch.setattr(stream, "SYNCED", 4096)
+
+
+def in_memory(source: Path, target: Path, rules: Any) -> bytes:
+    """What one has by holding every tensor whole."""
+    file = open_tensors(source)
+    plans, _ = converting.plans_for(file, rules, strict=False)
+    save(target, {name: array for name, array, _ in converting.transformed(file, plans)}, metadata=file.metadata)
+    return target.read_bytes()
+
+
+def test_pieces_make_the_file_that_one_makes_in_memory(source: Path, tmp_path: Path) -> None:
+    rules = [rule for rule in RULES if rule.format not in MEANS]
+    want, file = in_memory(source, tmp_path / "whole", rules), open_tensors(source)
+    told: list[tuple[int, int]] = []
+    report = converting.convert(file, tmp_path / "out", rules=rules, progress=lambda *d: told.append(d))
+    assert (tmp_path / "out").read_bytes() == want and left_over(tmp_path) == []
+    total = sum(x.nbytes for x in tensors().values())
+    assert told[0] == (0, total) and told[-1] == (total, total) and told == sorted(told) and len(told) > 60
+    plans, _ = converting.plans_for(file, rules, strict=False)
+    for (_, _, row), found in zip(converting.transformed(file, plans), report, strict=True):
+        assert (found.path, found.before, found.after) == (row.path, row.before, row.after)
+        # Whether the last rounding to 16 bits is part of it, XLA decides for each shape.
+        assert found.error == (row.error and pytest.approx(row.error, rel=1e-4 if "weight" in row.path else 0.05))
+
+
+def test_means_over_pieces_differ_by_rounding_alone(source: Path, tmp_path: Path) -> None:
+    rules = [rule for rule in RULES if rule.format in MEANS]
+    in_memory(source, tmp_path / "whole", rules)
+    converting.convert(open_tensors(source), tmp_path / "out", rules=rules)
+    whole, pieces = open_tensors(tmp_path / "whole"), open_tensors(tmp_path / "out")
+    for name in (rule.pattern for rule in rules):
+        a, b = pieces.array(name), whole.array(name)
+        assert np.array_equal(a.codes, b.codes) and a.spans == b.spans, name
+        np.testing.assert_allclose(a.scales, b.scales, rtol=1e-6)
+
+
+def test_every_reader_is_read_in_pieces(source: Path, tmp_path: Path) -> None:
+    w = np.random.default_rng(0).normal(size=(96, 256)).astype(np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "in.gguf", "llama")
+    for kind in ("F32", "F16", "Q4_1", "Q8_0"):
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"{kind}.weight", gguf.quants.quantize(w, number), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save(tmp_path / "in.lowbit", {"a": {"kernel": w}, "b.weight": lowbit.quantize(w, "int8"), "c": w[0]})
+    for path in (tmp_path / "in.gguf", tmp_path / "in.lowbit"):
+        told: list[tuple[int, int]] = []
+        rules = {"b.weight": "int8", "*Q8*": "nf4", "*": "nf4"}
+        converting.convert(open_tensors(path), tmp_path / "out", rules=rules, progress=lambda *d: told.append(d))  # noqa: B023
+        got, file = open_tensors(tmp_path / "out"), open_tensors(path)
+        plans, _ = converting.plans_for(file, rules, strict=False)
+        for name, array, _ in converting.transformed(file, plans):
+            for a, b in zip(*map(jax.tree.leaves, (got.array(name), array)), strict=True):
+                assert np.array_equal(a, b), name
+        assert len(told) > 12
+
+
+# --- what happens on the way
+
+INT8 = ("--format", "int8", "--rule", "re:(?!int8).*=keep")
+
+
+def stopped(monkeypatch: pytest.MonkeyPatch, error: BaseException, after: int) -> Callable[[], int]:
+    """Have the writing of a piece fail, after some; how many were written."""
+    count = 0
+    write = stream._Part.put
+
+    def put(self: Any, *args: Any) -> None:
+        nonlocal count
+        if count == after:
+            raise error
+        count += 1
+        write(self, *args)
+
+    monkeypatch.setattr(stream._Part, "put", put)
+    return lambda: count
+
+
+FAILURES = {
+    "disk full": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1, "No space left on device"),
+    "interrupted": (KeyboardInterrupt(), 130, "interrupted; no file was replaced."),
+    "memory": (MemoryError(), 1, "There is not enough memory."),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
+def test_what_was_done_is_not_done_again(
+    failure: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, code, text = failure
+    target = tmp_path / "out"
+    target.write_text("old")
+    given = ("quantize", source, target, "--force", *INT8)
+    with monkeypatch.context() as patch:
+        stopped(patch, error, 30)
+        told = run(*given, code=code).stderr
+    assert text in told and "the same command goes on from there" in told
+    assert target.read_text() == "old" and left_over(tmp_path) == PART
+    journal = [json.loads(line) for line in (tmp_path / PART[0]).read_text().splitlines()]
+    assert journal[-1]["done"] > 20
+    with (tmp_path / PART[0]).open("a") as file:
+        file.write('{"done": 99')  # a line that the machine did not live to finish
+    with monkeypatch.context() as patch:
+        written = stopped(patch, error, 1000)
+        told = run(*given).stderr
+        again = written()
+    assert "going on with .lowbit-out.part" in told and left_over(tmp_path) == []
+    with monkeypatch.context() as patch:
+        written = stopped(patch, error, 1000)
+        run("quantize", source, tmp_path / "new", *INT8)
+        assert again + 30 - written() in (0, 1)  # of a piece that has two parts, one may have been written
+    assert target.read_bytes() == (tmp_path / "new").read_bytes()
+
+
+def test_another_source_or_other_rules_start_over(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*given: Any) -> str:
+        with monkeypatch.context() as patch:
+            stopped(patch, KeyboardInterrupt(), 30)
+            return run("quantize", source, tmp_path / "out", *given, code=130).stderr
+
+    times = source.stat()
+    interrupt(*INT8)
+    safetensors.numpy.save_file(tensors(seed=4), source)
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))  # as old as before, and as large
+    assert "starting over" in interrupt(*INT8)
+    assert "starting over" in interrupt("--format", "int8", "--rule", "*=keep")
+    (tmp_path / PART[1]).write_bytes(b"short")
+    assert "starting over" in interrupt(*INT8)
+    assert "going on" in run("quantize", source, tmp_path / "out", *INT8).stderr
+    run("quantize", source, tmp_path / "new", *INT8)
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "new").read_bytes()
+
+
+def test_what_the_data_makes_fail_leaves_nothing(tmp_path: Path) -> None:
+    w = np.ones((100, 64), np.float32)
+    w[70, 3] = np.nan
+    safetensors.numpy.save_file({"w.weight": w}, tmp_path / "in")
+    told = run("quantize", tmp_path / "in", tmp_path / "out", code=1).stderr
+    assert "w.weight[50:75, 0:64]: Cannot quantize to 'nf4': 1 of 1600 values" in told and "at (20, 3)" in told
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = stream._Part.finish
+    monkeypatch.setattr(stream._Part, "write", lambda self, *args: os.utime(source, (1, 1)))
+    told = run("quantize", source, tmp_path / "out", *INT8, code=1).stderr
+    assert f"{source} was changed while it was read" in told and os.listdir(tmp_path) == [source.name]
+    assert write is stream._Part.finish
+
+
+def test_of_two_writers_one_is_told(source: Path, tmp_path: Path) -> None:
+    lock = stream._lock(tmp_path / "out")
+    told = run("quantize", source, tmp_path / "out", code=1).stderr
+    assert (
+        told == f"lowbit: {tmp_path / 'out'} is being written by another process. Wait for it, or give another name.\n"
+    )
+    os.close(lock)
+    run("quantize", source, tmp_path / "out", *INT8)
+    assert left_over(tmp_path) == []
+
+
+def test_a_file_that_was_finished_meanwhile_is_not_written_into(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = tmp_path / PART[0]
+    journal.touch()
+    lock = stream.fcntl.flock
+
+    def late(file: int, how: int) -> None:
+        lock(file, how)
+        monkeypatch.setattr(stream.fcntl, "flock", lock)
+        journal.unlink()  # as the other process does when it is done
+
+    monkeypatch.setattr(stream.fcntl, "flock", late)
+    descriptor = stream._lock(tmp_path / "out")
+    assert os.path.samestat(os.fstat(descriptor), journal.stat())
+    os.close(descriptor)
+
+
+def test_killed_at_random_moments_it_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, HERE / "kill.py", "--kills", "12", "--folder", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads(result.stdout)["resumed"] > 0
