@@ -8,7 +8,7 @@ JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all sanitize fuzz train-examples docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all sanitize fuzz stream train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -26,7 +26,7 @@ tests: $(VENV)/test
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
-  new_format qlora
+  new_format qlora stream
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
@@ -39,7 +39,7 @@ package: dist/built
 	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))), lowbit.kernels.cpu.instruction_set())"
 
 # Everything slow goes here as it comes.
-test-all: test sanitize fuzz
+test-all: test sanitize fuzz stream
 	$(VENV)/bin/python -m pytest -n $(JOBS) tests/test_transforms.py tests/test_rules.py tests/test_sharding.py
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
@@ -54,6 +54,11 @@ sanitize: $(VENV)/test
 # Changed files for every reader, 100,000 of them.
 fuzz: $(VENV)/test
 	$(VENV)/bin/python tests/fuzz.py --files 100000
+
+# Files of 4 GB in less than 1 GB of memory, and 200 kills on the way.
+stream: $(VENV)/test
+	$(VENV)/bin/python benchmarks/stream.py --formats nf4,int8,ternary,binary --repeat 5
+	$(VENV)/bin/python tests/kill.py --kills 200
 
 # The examples of training in full: the language model of the demo, and models from scratch; minutes each.
 train-examples: $(VENV)/test

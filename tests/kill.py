@@ -54,9 +54,16 @@ def whole(source: Path, target: Path, log: Path) -> bytes:
     return target.read_bytes()
 
 
-def begun(child: int, journal: Path) -> bool:
-    """Wait until the first pieces are on the disk; False if it has ended before."""
-    while not journal.exists() or journal.read_bytes().count(b"\n") < 2:
+def lines(journal: Path) -> int:
+    try:
+        return journal.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 1
+
+
+def begun(child: int, journal: Path, known: int = 1) -> bool:
+    """Wait until the first pieces of a run are on the disk; False if it has ended before."""
+    while lines(journal) <= known:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG):
             return False
         time.sleep(0.001)
@@ -84,8 +91,9 @@ def main() -> None:
     new = 0  # which of the two is being written over the other
     done = 0
     while done < args.kills:
+        known = max(lines(journal), 1)
         child = start(sources[new], target, log)
-        before = done % 4 == 3 or not begun(child, journal)  # most of the time of a run is that of its start
+        before = done % 4 == 3 or not begun(child, journal, known)  # most of the time of a run is that of its start
         time.sleep(moments.uniform(0, times[1] - times[0] if before else times[2] - times[1]))
         how = signal.SIGINT if done % 6 == 5 else signal.SIGKILL
         os.kill(child, how)  # it may have ended, but nobody has waited for it yet

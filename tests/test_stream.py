@@ -25,6 +25,7 @@ from lowbit.io.safetensors import save
 from lowbit.io.source import open_tensors
 
 HERE = Path(__file__).parent
+ONE_DEVICE = {**os.environ, "XLA_FLAGS": ""}  # as a user has it
 PART = [".lowbit-out.journal", ".lowbit-out.part"]
 
 
@@ -65,6 +66,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "PIECE", 2048)
+    monkeypatch.setattr(stream, "STRIPE", 2048)
     monkeypatch.setattr(stream, "SYNCED", 4096)
 
 
@@ -253,6 +255,34 @@ def test_a_file_that_was_finished_meanwhile_is_not_written_into(
 
 def test_killed_at_random_moments_it_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, HERE / "kill.py", "--kills", "12", "--folder", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=ONE_DEVICE, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads(result.stdout)["resumed"] > 0
+
+
+# Two pieces first, for all that a process needs in any case.
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from lowbit.io import stream
+from lowbit.io.convert import convert
+from lowbit.io.source import open_tensors
+
+stream.PIECE = stream.STRIPE = 1 << 18
+peaks = []
+for name in ("small", "large"):
+    convert(open_tensors(Path(sys.argv[1], name)), Path(sys.argv[1], "out"), rules="nf4")
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peaks[1] - peaks[0])
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
+    safetensors.numpy.save_file({"a.weight": rows}, tmp_path / "small")
+    safetensors.numpy.save_file({"a.weight": np.tile(rows, (32, 1))}, tmp_path / "large")
+    assert (tmp_path / "large").stat().st_size > 64 << 20
+    command = [sys.executable, "-c", MEASURED, tmp_path]
+    result = subprocess.run(command, env=ONE_DEVICE, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 16 << 10, f"{result.stdout} kB more"

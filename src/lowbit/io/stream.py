@@ -40,7 +40,8 @@ from .gguf import GGUFFile
 from .safetensors import DTYPES, Layout, index_parts
 from .source import Tensors, is_stored
 
-PIECE = 1 << 23  # elements that are read and encoded at a time, if no scale covers more
+PIECE = 1 << 21  # elements that are read and encoded at a time, if no scale covers more: they stay in the cache
+STRIPE = 1 << 23  # the same where rows are cut, since short runs are slow to read
 SYNCED = 1 << 26  # elements between two lines of the journal
 
 Progress = Callable[[int, int], None]
@@ -69,7 +70,7 @@ def streamed(
     works = [_Work.planned(source, name, plans[name]) for name in source]
     layout = Layout(target, {work.name: work.like for work in works}, metadata)
     asked = [[work.name, repr(work.config)] for work in works]
-    key = hashlib.sha256(json.dumps([PIECE, before, asked, repr(layout.ends({}))]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([PIECE, STRIPE, before, asked, repr(layout.ends({}))]).encode()).hexdigest()
     with _Part.locked(target, layout, key, note) as part:
         try:
             _run(works, part, progress, note)
@@ -181,8 +182,8 @@ class _Work:
         cut = "" if len(self.boxes) == 1 else f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
         with naming(f"{self.name}{cut}"):
             stored = quantize(data, self.config)
-        lost, size = squares(stored, data)
-        return stored, (float(lost), float(size))
+        lost, size = squares(stored, data, -1)  # for each row, so that each core has some
+        return stored, (float(np.asarray(lost).sum(dtype=np.float64)), float(np.asarray(size).sum(dtype=np.float64)))
 
     def spans(self) -> dict[str, tuple[int, ...]]:
         return _part_spans(self.like)
@@ -209,7 +210,7 @@ def _units(like: Any) -> list[int]:
 def _boxes(shape: Sequence[int], units: Sequence[int]) -> list[Box]:
     """An array in boxes of about `PIECE` elements, cut along the first axes that can be."""
     cuts: list[list[tuple[int, int]]] = []
-    left = PIECE
+    left = STRIPE if any(n > 1 and unit == WHOLE for n, unit in zip(shape[:-1], units, strict=False)) else PIECE
     for axis, (n, unit) in enumerate(zip(shape, units, strict=True)):
         step = n
         if unit != WHOLE:
@@ -275,6 +276,10 @@ def _from_file(view: np.ndarray) -> Callable[[Box], Any]:
         starts, length = _runs(view.shape, box)
         length *= view.itemsize
         with open(path, "rb", buffering=0) as file:
+            if len(starts) == 1:  # what follows is wanted next
+                os.posix_fadvise(
+                    file.fileno(), start + starts[0] * view.itemsize + length, length, os.POSIX_FADV_WILLNEED
+                )
             for i, at in enumerate(starts):
                 _read(file.fileno(), data[i * length : (i + 1) * length], start + at * view.itemsize, path)
         return data.view(view.dtype).reshape([b - a for a, b in box])
