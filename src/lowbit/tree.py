@@ -294,11 +294,11 @@ def quantized(path: str, leaf: Any, config: QuantizationConfig, scale: Any = Non
     return stored, None if traced else relative_error(*map(float, squares(stored, leaf)))
 
 
-@partial(jax.jit, static_argnums=2)
-def squares(stored: Any, array: jax.Array, axis: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """The sums of the squares of what a stored array lost, and of the array that it was; of all, or along an axis."""
+@jax.jit
+def squares(stored: Any, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of the squares of what a stored array lost, and of the array that it was."""
     array = array.astype(jnp.float32)
-    return jnp.sum((materialize(stored) - array) ** 2, axis), jnp.sum(array**2, axis)
+    return jnp.sum((materialize(stored) - array) ** 2), jnp.sum(array**2)
 
 
 def relative_error(lost: float, size: float) -> float:

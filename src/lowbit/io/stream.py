@@ -25,13 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
 from lowbit.formats._blocks import WHOLE, span_of
+from lowbit.ops.take import take
 from lowbit.report import Row
-from lowbit.tree import Plan, naming, relative_error, row, squares
+from lowbit.tree import Plan, naming, relative_error, row
 
 from ._atomic import replaceable
 from ._maps import located, release
@@ -176,17 +178,26 @@ class _Work:
         return self.nbytes * _volume(self.boxes[piece]) // size if size else 0
 
     def encoded(self, data: Any, box: Box) -> tuple[Any, tuple[float, float]]:
-        """A piece as it is stored, and its `squares`."""
+        """A piece as it is stored, and the squares of what it lost and was."""
         if self.config is None:
             return data, (0, 0)
         cut = "" if len(self.boxes) == 1 else f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
         with naming(f"{self.name}{cut}"):
             stored = quantize(data, self.config)
-        lost, size = squares(stored, data, -1)  # for each row, so that each core has some
+        lost, size = _squares(stored, data)
         return stored, (float(np.asarray(lost).sum(dtype=np.float64)), float(np.asarray(size).sum(dtype=np.float64)))
 
     def spans(self) -> dict[str, tuple[int, ...]]:
         return _part_spans(self.like)
+
+
+@jax.jit
+def _squares(stored: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `tree.squares`, for each row, so that each core has some. Matrices are decoded by the kernel for rows."""
+    matrix = stored.ndim == 2
+    read = take(stored, jnp.arange(stored.shape[0])[:, None]) if matrix else stored.materialize()
+    array = array.astype(jnp.float32)
+    return jnp.sum((read.astype(jnp.float32) - array) ** 2, -1), jnp.sum(array**2, -1)
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
