@@ -21,12 +21,14 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
@@ -181,23 +183,28 @@ class _Work:
         """A piece as it is stored, and the squares of what it lost and was."""
         if self.config is None:
             return data, (0, 0)
-        cut = "" if len(self.boxes) == 1 else f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
-        with naming(f"{self.name}{cut}"):
-            stored = quantize(data, self.config)
-        lost, size = _squares(stored, data)
-        return stored, (float(np.asarray(lost).sum(dtype=np.float64)), float(np.asarray(size).sum(dtype=np.float64)))
+        stored, lost, size = _encoded(data, self.config)
+        sums = float(np.asarray(lost).sum(dtype=np.float64)), float(np.asarray(size).sum(dtype=np.float64))
+        if not math.isfinite(sums[0]):
+            # Outside of jit it says what is wrong with the numbers, if it is not only that their squares overflow.
+            cut = "" if len(self.boxes) == 1 else f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
+            with naming(f"{self.name}{cut}"):
+                quantize(data, self.config)
+        return stored, sums
 
     def spans(self) -> dict[str, tuple[int, ...]]:
         return _part_spans(self.like)
 
 
-@jax.jit
-def _squares(stored: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `tree.squares`, for each row, so that each core has some. Matrices are decoded by the kernel for rows."""
-    matrix = stored.ndim == 2
-    read = take(stored, jnp.arange(stored.shape[0])[:, None]) if matrix else stored.materialize()
+@partial(jax.jit, static_argnums=1)
+def _encoded(array: jax.Array, config: QuantizationConfig) -> tuple[QuantizedArray, jax.Array, jax.Array]:
+    """A piece as it is stored, and the squares of what it lost and of what it was: of each row, for all cores."""
+    # What is measured must not change how the compiler rounds.
+    stored = lax.optimization_barrier(quantize(array, config))
+    # Matrices are decoded by the kernel for rows.
+    read = take(stored, jnp.arange(stored.shape[0])[:, None]) if stored.ndim == 2 else stored.materialize()
     array = array.astype(jnp.float32)
-    return jnp.sum((read.astype(jnp.float32) - array) ** 2, -1), jnp.sum(array**2, -1)
+    return stored, jnp.sum((read.astype(jnp.float32) - array) ** 2, -1), jnp.sum(array**2, -1)
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
