@@ -131,7 +131,7 @@ def test_a_layer_of_a_stack_is_saved_as_it_reads(tmp_path):
     np.testing.assert_array_equal(layer.materialize(), stack.materialize()[1])
 
 
-@pytest.mark.parametrize("dtype", files._DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", files.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 def test_every_dtype_comes_back(dtype, make, tmp_path):
     if make is jnp.asarray and jax.dtypes.canonicalize_dtype(dtype) != dtype:
