@@ -8,12 +8,13 @@ JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all sanitize fuzz stream train-examples docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all test-browser sanitize fuzz stream train-examples docs \
+  format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
 
-# Budget on two cores: lint 1 minute, tests 9, oldest JAX 5, package 2; the first run installs and builds for 3 more.
+# On two cores alone: lint 1 minute, tests 11, oldest JAX 5, package 2; the first run installs and builds for 3 more.
 test: lint tests tests-oldest package
 
 lint: $(VENV)/test
@@ -26,7 +27,7 @@ tests: $(VENV)/test
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
-  new_format qlora stream
+  new_format qat qlora report stream
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
@@ -36,12 +37,20 @@ package: dist/built
 	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \
 	$(PYTHON) -m venv $$dir/venv; \
 	$$dir/venv/bin/python -m pip install -q --disable-pip-version-check dist/*.whl; \
-	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))), lowbit.kernels.cpu.instruction_set())"
+	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))), lowbit.kernels.cpu.instruction_set()); assert 'lowbit' in lowbit.Report(()).to_html()"
 
 # Everything slow goes here as it comes.
-test-all: test sanitize fuzz stream
-	$(VENV)/bin/python -m pytest -n $(JOBS) tests/test_transforms.py tests/test_rules.py tests/test_sharding.py
+test-all: test test-browser sanitize fuzz stream
+	$(VENV)/bin/python -m pytest -n $(JOBS) tests/test_transforms.py tests/test_rules.py tests/test_sharding.py \
+	  tests/test_frameworks.py
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
+
+# The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
+CHROMIUM ?= chromium
+test-browser: $(VENV)/test
+	command -v $(CHROMIUM) || { apt-get update -q && apt-get install -qy --no-install-recommends chromium; } || { \
+	  echo "make test-browser needs Chromium: '$(CHROMIUM)' is not here, and apt-get could not install it." >&2; exit 1; }
+	CHROMIUM=$(CHROMIUM) $(VENV)/bin/python -m pytest tests/browser.py
 
 # The kernel tests on a library that checks every address and every undefined step.
 sanitize: $(VENV)/test
@@ -88,7 +97,7 @@ $(VENV)/test: $(SOURCES)
 	$(VENV)/bin/python $(PIP) $(MODEL)
 	touch $@
 
-dist/built: $(VENV)/test $(SOURCES) $(shell find src -name '*.py')
+dist/built: $(VENV)/test $(SOURCES) $(shell find src -name '*.py' -o -name '*.html')
 	rm -rf dist
 	$(VENV)/bin/python -m build -q
 	touch $@

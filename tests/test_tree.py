@@ -1,5 +1,6 @@
 """quantize_tree: which leaves, in which format, along which axis; and a report that says so."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from functools import partial
@@ -328,3 +329,37 @@ def test_long_work_shows_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(tree.time, "monotonic", lambda: 0.0)
     quantize_tree(model(), "int8")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("format", list(lowbit.FORMATS))
+def test_histograms_count_weights_between_the_levels(format: str) -> None:
+    params = {"a": {"kernel": normal(64, 96)}, "b": {"kernel": jnp.ones((64, 96))}, "norm": jnp.ones(64)}
+    quantized, report = quantize_tree(params, format, histograms=1)
+    (found,), stored, w = report.histograms, quantized["a"]["kernel"], params["a"]["kernel"]
+    assert found.path == "a/kernel" and len(found.counts) == 64
+    want, _ = np.histogram(np.asarray(w / stored.scale), 64, (-found.limit, found.limit))
+    assert np.abs(want - found.counts).sum() <= 4  # a weight on the edge of two bins may be in either
+    levels = np.unique(np.round(np.asarray(stored.materialize() / stored.scale), 3))
+    np.testing.assert_allclose(found.levels, levels, atol=1e-3)
+    assert tree.histogram("", w.T, stored.T) == dataclasses.replace(found, path="")
+
+
+def test_a_weight_far_out_does_not_hide_the_others() -> None:
+    w = normal(64, 96).at[3, 4].set(1e4)
+    _, report = quantize_tree({"kernel": w}, lowbit.QuantizationConfig("binary", 16, axis=-2), histograms=8)
+    (found,) = report.histograms
+    assert sum(found.counts) == w.size - 1 and max(found.counts) < w.size / 4
+
+
+def test_histograms_are_of_arrays_that_are_there() -> None:
+    w = normal(64, 96)
+    tied, report = quantize_tree({"a": {"kernel": w}, "b": {"kernel": w}, "bias": jnp.ones(96)}, "nf4", histograms=8)
+    assert [found.path for found in report.histograms] == ["a/kernel"] and tied["b"]["kernel"] is tied["a"]["kernel"]
+    planned = quantize_tree({"kernel": jax.ShapeDtypeStruct((64, 96), jnp.float32)}, "nf4", histograms=8)
+    assert planned[1].histograms == ()
+    traced = jax.jit(lambda params: quantize_tree(params, "nf4", histograms=8)[0])({"kernel": w})
+    assert_same_bits(traced["kernel"], tied["a"]["kernel"])
+    zeros = quantize_tree({"kernel": jnp.zeros((64, 96))}, "nf4", histograms=8)[1].histograms
+    assert zeros[0].limit == 1.0 and sum(zeros[0].counts) == w.size
+    with pytest.raises(ValueError, match="histograms=-1 must be how many of the worst tensors to show"):
+        quantize_tree({"kernel": w}, "nf4", histograms=-1)

@@ -1,9 +1,14 @@
 """What became of every leaf of a model."""
 
 import dataclasses
+import html
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from typing import Any
+
+from .histogram import Histogram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A row for every leaf, by its path; prints as a table.
+    """A row for every leaf, by its path; prints as a table, and shows as a page in a notebook.
 
     >>> import jax.numpy as jnp, lowbit
     >>> _, report = lowbit.quantize_tree({"kernel": jnp.ones((64, 32)), "bias": jnp.ones(32)}, "int8")
@@ -52,6 +57,8 @@ class Report:
 
     rows: tuple[Row, ...]
     unmatched: tuple[str, ...] = ()
+    histograms: tuple[Histogram, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -116,12 +123,58 @@ class Report:
         lines = [
             "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
         ]
-        lines += [f"The rule {pattern!r} matched no leaf." for pattern in self.unmatched]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._all_notes()])
+
+    def _all_notes(self) -> list[str]:
+        return [*(f"The rule {pattern!r} matched no leaf." for pattern in self.unmatched), *self.notes]
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain dicts, for JSON or a data frame."""
         return [dataclasses.asdict(row) for row in self.rows]
+
+    def to_html(self, title: str = "Quantized model") -> str:
+        """The report as a page in one file, which loads nothing: totals, charts by layer, a table, histograms.
+
+        >>> import jax.numpy as jnp, lowbit
+        >>> _, report = lowbit.quantize_tree({"kernel": jnp.ones((64, 32))}, "int8", histograms=8)
+        >>> page = report.to_html("A kernel of ones")
+        >>> page.startswith("<!doctype html>"), page.count("</script>")
+        (True, 2)
+        """
+        data = {
+            "title": title,
+            "totals": {"before": self.before, "after": self.after, "size": self.size},
+            "rows": [row | {"error": _json_number(row["error"])} for row in self.as_dicts()],
+            "histograms": [dataclasses.asdict(found) for found in self.histograms],
+            "notes": self._all_notes(),
+        }
+        # In ASCII, and without what could end the script that holds it, whatever the names are.
+        text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+        for character in "<>&":
+            text = text.replace(character, f"\\u{ord(character):04x}")
+        page = files("lowbit").joinpath("report.html").read_text("utf-8")
+        return page.replace(">DATA<", f">{text}<")
+
+    def _repr_html_(self) -> str:
+        # A frame, so that neither the notebook nor another report meets the page's style and names.
+        page = html.escape(self.to_html())
+        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width:100%;height:42rem;border:0"></iframe>'
+
+
+def worst(rows: Iterable[Row], count: int) -> list[Row]:
+    """The leaves with the largest errors, each array once."""
+    if count < 0:
+        raise ValueError(f"histograms={count} must be how many of the worst tensors to show, or 0.")
+    known = [(row.error, row) for row in rows if row.format is not None and row.error is not None and row.tied is None]
+    known.sort(key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0], reverse=True)
+    return [row for _, row in known[:count]]
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """A number as JSON has it; for the others the strings that JavaScript makes them of."""
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity"
 
 
 def _megabytes(count: int) -> str:

@@ -17,8 +17,9 @@ from jax.core import Tracer
 from .axes import Found, axes_by_name, axes_by_program
 from .config import QuantizationConfig, quantize
 from .formats import FORMATS, QuantizedArray
+from .histogram import histogram
 from .low_rank import LoraArray
-from .report import Report, Row
+from .report import Report, Row, worst
 from .runtime import is_implicit, materialize
 
 T = TypeVar("T")
@@ -89,6 +90,7 @@ def quantize_tree(
     args: Sequence[Any] = (),
     strict: bool = False,
     scales: Any = None,
+    histograms: int = 0,
 ) -> tuple[T, Report]:
     """The parameters of a model with its weights quantized, and a report on every leaf.
 
@@ -100,6 +102,7 @@ def quantize_tree(
       rule's config wins over both.
     - `strict`: raise where a rule matched nothing, or a leaf could not be quantized as a rule asked.
     - `scales`: a tree of `learned_scales`, to round by and to store in place of those that fit the weights.
+    - `histograms`: of how many of the worst leaves the report has one, for its page. Each costs a pass over the leaf.
 
     A format for all weights, or the pattern `*`, leaves norms, biases and arrays of fewer than 1,024 elements as they
     are. Any other pattern means what it matches, whatever its size; a vector only if it matches vectors alone. The
@@ -112,7 +115,8 @@ def quantize_tree(
     [('embed', 'int8', -1), ('up/bias', None, None), ('up/kernel', 'nf4', -2)]
     """
     structure, leaves, planned_leaves, unmatched = plan_tree(params, rules, fn, args, strict=strict, scales=scales)
-    rows, done = [], {}
+    before, rows, done = list(leaves), [], {}
+    _ = worst(rows, histograms)  # a wrong number is an error before any work is done
     for i, path, planned, scale in _with_progress(planned_leaves, "quantizing"):
         leaf, config = leaves[i], planned.config
         # Arrays that are tied stay so, if the same is to be done with them.
@@ -125,7 +129,11 @@ def quantize_tree(
             planned = dataclasses.replace(planned, why=why)
         _, leaves[i], error = ties[config]
         rows.append(dataclasses.replace(row(path, leaf, leaves[i], planned, error), tied=tied))
-    return jax.tree.unflatten(structure, leaves), Report(tuple(rows), unmatched)
+    place = {path: i for i, path, *_ in planned_leaves}
+    chosen = [(row.path, before[place[row.path]], leaves[place[row.path]]) for row in worst(rows, histograms)]
+    # What lies on another process's devices cannot be counted here.
+    counted = tuple(histogram(*leaf) for leaf in chosen if getattr(leaf[1], "is_fully_addressable", True))
+    return jax.tree.unflatten(structure, leaves), Report(tuple(rows), unmatched, counted)
 
 
 def dequantize_tree(params: T) -> T:

@@ -164,6 +164,28 @@ def compare(
             raise typer.Exit(3)
 
 
+@app.command(epilog="Example: lowbit report model.safetensors model-nf4.safetensors -o report.html")
+def report(
+    a: Source,
+    b: Annotated[Path, typer.Argument(help="The same model, quantized.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
+    histograms: Annotated[int, typer.Option(min=0, help="Of how many of the worst tensors.")] = 8,
+    force: Force = False,
+) -> None:
+    """Write a page on how two files differ: sizes and errors by layer, every tensor, the worst in detail."""
+    with plain_errors():
+        from lowbit.io._atomic import written_aside
+        from lowbit.io.compare import compare
+
+        _check_page(output, (a, b), force)
+        found = compare(a, b, histograms=histograms, progress=lambda names: shown(names, "comparing"))
+        with written_aside(output) as aside:
+            aside.write_text(found.to_html(f"{a.name} \u2192 {b.name}"), "utf-8")
+        typer.echo(f"{output}: {len(found)} tensors, {len(found.quantized)} of them changed.")
+        for note in found.notes:
+            typer.echo(note)
+
+
 @app.command(epilog="Example: lowbit bench --size 4096 --rows 1,16,256")
 def bench(
     size: Annotated[int, typer.Option(min=64, help="Of the square weights.")] = 4096,
@@ -273,6 +295,16 @@ def _convert(
     if as_json:
         return _print_json({"tensors": report.as_dicts(), "before": report.before, "after": report.after})
     typer.echo(str(report))
+
+
+def _check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
+    """Raise before any work is done, if a page cannot be written there or must not be."""
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise ValueError(f"{output} is no file in a directory that is there. Give -o the name of a file.")
+    if output.exists() and any(source.exists() and output.samefile(source) for source in sources):
+        raise ValueError(f"{output} is one of the two files itself. Give -o another name.")
+    if output.exists() and not force:
+        raise ValueError(f"{output} exists. --force replaces it.")
 
 
 def _rule(text: str) -> Rule:

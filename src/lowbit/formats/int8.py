@@ -68,7 +68,7 @@ class Array8B(QuantizedArray):
 
 
 @partial(jax.jit, static_argnums=1)
-def _encode(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _encode(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     if scale is not None:
         return _by_jax(jax.lax.stop_gradient(array), spans, scale)
     return encode(_by_jax, array, spans, "int8")

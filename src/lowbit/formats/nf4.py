@@ -157,7 +157,9 @@ def _looked_up(table: jax.Array, codes: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool, scale: jax.Array | None) -> dict[str, Any]:
+def _encode(
+    array: jax.Array, spans: tuple[int, ...], double_quant: bool, scale: jax.Array | None = None
+) -> dict[str, Any]:
     if scale is None:
         codes, scales = encode(_by_jax, array, spans, "nf4")
     else:
@@ -171,7 +173,7 @@ def _encode(array: jax.Array, spans: tuple[int, ...], double_quant: bool, scale:
     # Groups are of all scales of a matrix, wherever they lie. JAX would be told how for each step.
     where: Any = jax.typeof(scales).sharding
     groups = PartitionSpec(*where.spec[:-2], *[None] * min(scales.ndim, 2))
-    out = {"scales": where.spec, "group_absmax": groups, "offset": groups}
+    out = {"scales": where, "group_absmax": where.update(spec=groups), "offset": where.update(spec=groups)}
     encode_scales: Any = jax.sharding.auto_axes(_encode_scales, axes=explicit, out_sharding=out)
     return parts | encode_scales(scales)
 
