@@ -90,6 +90,8 @@ def ordered_sum(x: jax.Array, axis: int, *, keepdims: bool = False) -> jax.Array
     unknowns, since one more choice of the compiler is to add without rounding them first.
     """
     at = axis % x.ndim
+    if jax.typeof(x).sharding.spec[at] is not None:  # an explicit mesh cuts it: each device adds its own first
+        return jnp.sum(x, axis=at, keepdims=keepdims)
     lead, n, tail = x.shape[:at], x.shape[at], x.shape[at + 1 :]
     run = 1 if tail else _RUN
     while n > run:
@@ -115,6 +117,15 @@ def block_count(shape: Sequence[int], spans: Sequence[int]) -> np.ndarray:
         if span > 1:
             count = count * sizes.reshape([-1 if i == axis else 1 for i in range(-len(shape), 0)])
     return count
+
+
+def covered(box: Sequence[tuple[int, int]], spans: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where the elements of a part of some spans and shape begin and end that cover a box of the array."""
+    covers = [span_of(spans, axis) for axis in range(-len(box), 0)]
+    return tuple(
+        (0, n) if span == WHOLE else (start // span, -(-stop // span))
+        for (start, stop), span, n in zip(box, covers, shape, strict=True)
+    )
 
 
 def pack(codes: jax.Array, per_byte: int) -> jax.Array:

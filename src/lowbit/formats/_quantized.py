@@ -96,6 +96,10 @@ class QuantizedArray(ImplicitArray):
             return self
         return self.replace(scales=self.scale_values(), **dict.fromkeys(self.scale_parts))
 
+    def with_coded_scales(self) -> Self:
+        """The same array with its scales stored in `scale_parts`, where a format has them. Reads the scales alone."""
+        raise NotImplementedError
+
     # --- making one
 
     def __init__(self, *parts: Any, **given: Any):

@@ -114,6 +114,9 @@ class ArrayNF4(QuantizedArray):
             )
         return self.scales, self.group_absmax, self.offset, jnp.asarray(dynamic_map())
 
+    def with_coded_scales(self) -> Self:
+        return self.replace(**_encode_scales(self.scales))
+
     def levels(self, *code_parts: jax.Array) -> jax.Array:
         return _choose(unpack(code_parts[0], 2), LEVELS)
 

@@ -38,12 +38,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from lowbit.formats import QuantizedArray
+from lowbit.formats._blocks import covered
 from lowbit.runtime._compat import mesh_in_context
 from lowbit.sharding import shardings
 
 from ._atomic import written_aside
 from ._checks import are_counts, checked_json
-from ._maps import mapped, release
+from ._maps import located, mapped, release
 from ._processes import Box, box, pieces_of, together
 
 VERSION, INDEX = 1, 2  # a file, and one that says in which others the pieces of its tensors lie
@@ -269,15 +270,39 @@ class LowbitFile:
         array = self.array(name)
         return np.asarray(array.materialize() if isinstance(array, QuantizedArray) else array).astype(dtype, copy=False)
 
+    def struct(self, name: str) -> Any:
+        """An array with nothing but shapes and dtypes in the place of its numbers."""
+        return self._array(name)
+
+    def read(self, name: str, box: Box) -> Any:
+        """A box of an array as it is stored, by its stored axes, in numpy arrays. It must cut no scale and no byte."""
+        array = self._array(name)
+        for tensor in jax.tree.leaves(array):
+            self._check_all(tensor)
+        if not isinstance(array, QuantizedArray):
+            return array.read(box)
+        parts = array.map_parts(lambda tensor, spans: tensor.read(covered(box, spans, tensor.shape)))
+        return parts.reshaped([stop - start for start, stop in box], array.spans)
+
+    def located(self, name: str) -> tuple[Path, int] | None:
+        """The file in which the bytes of an array lie in a row, and where; None for any other array. Checks them."""
+        array = self._array(name)
+        if isinstance(array, QuantizedArray) or len(array.pieces) != 1:
+            return None
+        return located(self._view(array))
+
     def _array(self, name: str) -> Any:
         if name not in self._arrays:
             near = difflib.get_close_matches(name, self._arrays)
             raise KeyError(f"{self.path} has no array {name!r}." + (f" Near it: {', '.join(near)}." if near else ""))
         return self._arrays[name]
 
-    def _view(self, tensor: "_Tensor") -> np.ndarray:
+    def _check_all(self, tensor: "_Tensor") -> None:
         for piece in tensor.pieces.values():
             self._check(piece)
+
+    def _view(self, tensor: "_Tensor") -> np.ndarray:
+        self._check_all(tensor)
         return tensor.read(_whole(tensor.shape))
 
     def _sharded(self, tensor: "_Tensor", sharding: NamedSharding) -> Any:

@@ -8,6 +8,9 @@ The pieces go to `.lowbit-NAME.part` beside the target, and what is done to `.lo
 each time that the part was brought to the disk. A line says how many pieces are done, in the order of the plan, and
 what is known of their tensors so far. Its first line is a hash of the source's files, of the rules and of the layout:
 of another source nothing is used. Whoever writes holds a lock on the journal.
+
+Scales that are coded all together (`double_quant`) wait, as they are, behind the end of the file, until their tensor is
+done.
 """
 
 import contextlib
@@ -17,6 +20,7 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +36,7 @@ from jax import lax
 
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
-from lowbit.formats._blocks import WHOLE, span_of
+from lowbit.formats._blocks import WHOLE, block_sum, covered, span_of
 from lowbit.ops.take import take
 from lowbit.report import Row
 from lowbit.tree import Plan, naming, relative_error, row
@@ -41,11 +45,12 @@ from ._atomic import replaceable
 from ._maps import located, release
 from ._processes import Box
 from .gguf import GGUFFile
-from .safetensors import DTYPES, Layout, index_parts
+from .safetensors import DTYPES, Layout, LowbitFile, index_parts
 from .source import Tensors, is_stored
 
 PIECE = 1 << 21  # elements that are read and encoded at a time, if no scale covers more: they stay in the cache
-STRIPE = 1 << 23  # the same where rows are cut, since short runs are slow to read
+STRIPE = 1 << 25  # the same where rows are cut, since short runs are slow to read and to write
+MAPPED = 1 << 26  # bytes of a file that are looked at, before their pages are let go
 SYNCED = 1 << 26  # elements between two lines of the journal
 
 Progress = Callable[[int, int], None]
@@ -75,7 +80,10 @@ def streamed(
     layout = Layout(target, {work.name: work.like for work in works}, metadata)
     asked = [[work.name, repr(work.config)] for work in works]
     key = hashlib.sha256(json.dumps([PIECE, STRIPE, before, asked, repr(layout.ends({}))]).encode()).hexdigest()
-    with _Part.locked(target, layout, key, note) as part:
+    for work in works:
+        if (most := max(map(_volume, work.boxes))) > STRIPE:
+            note(f"{most:,} numbers of {work.name} are in memory at a time: they share a scale, or are stored as one.")
+    with _Part.locked(target, layout, works, key, note) as part:
         try:
             _run(works, part, progress, note)
             if _identity(source.path) != before:
@@ -141,70 +149,97 @@ def _identity(path: Path) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """A tensor of the source: what it becomes, the boxes in which it is cut, and what reads one of them."""
+    """A tensor of the source: what it becomes, the boxes in which it is cut, and what reads one of them.
+
+    - `made`: what a piece is made into. It differs from `like` where that has its scales coded all together.
+    """
 
     name: str
     config: QuantizationConfig | None
     like: Any
+    made: Any
     boxes: list[Box]
     read: Callable[[Box], Any]
     nbytes: int
 
     @classmethod
     def planned(cls, source: Tensors, name: str, planned: Plan) -> "_Work":
-        kind, shape, config = source.type(name), source.shape(name), planned.config
-        if config is None and is_stored(kind):
-            like = jax.tree.map(_struct, source.array(name))
-            release()
-            return cls(name, config, like, [_whole(shape)], _held(source.array, name), source.nbytes(name))
-        plain = kind in DTYPES
-        dense = source.array(name) if plain else jax.ShapeDtypeStruct(shape, np.float32)
-        like = _struct(dense)
+        shape, config = source.shape(name), planned.config
+        given, units, read = _reader(source, name, config is None)
+        like = made = given
         if config is not None:
+            dense = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(given.dtype))
             with naming(name):
-                dtype = jax.dtypes.canonicalize_dtype(like.dtype)
-                given = jax.ShapeDtypeStruct(shape, dtype)
-                like = jax.eval_shape(lambda array: quantize(array, config), given)
-        units = _units(like)
-        if isinstance(dense, np.ndarray):
-            read = _from_file(dense)
-        elif isinstance(source, GGUFFile) and not is_stored(kind) and len(shape) > 1:
-            units[-1], read = WHOLE, _decoded(source, name)  # rows are of whole blocks
-        else:
-            units, read = [WHOLE] * len(shape), _held(source.dense, name)
-        return cls(name, config, like, _boxes(shape, units), read, source.nbytes(name))
+                like = made = jax.eval_shape(partial(quantize, config=config), dense)
+            if any(getattr(like, part) is not None for part in like.scale_parts):
+                config = dataclasses.replace(config, double_quant=False)
+                made = jax.eval_shape(partial(quantize, config=config), dense)
+        units = [WHOLE if WHOLE in pair else math.lcm(*pair) for pair in zip(units, _units(made), strict=True)]
+        shape = getattr(made, "stored_shape", shape)
+        return cls(name, config, like, made, _boxes(shape, units), read, source.nbytes(name))
+
+    @property
+    def waits(self) -> bool:
+        """Whether scales wait until all are there."""
+        return self.made is not self.like
 
     def bytes_of(self, piece: int) -> int:
         """How many bytes of the source a piece is."""
         size = math.prod(self.like.shape)
         return self.nbytes * _volume(self.boxes[piece]) // size if size else 0
 
-    def encoded(self, data: Any, box: Box) -> tuple[Any, tuple[float, float]]:
-        """A piece as it is stored, and the squares of what it lost and was."""
+    def encoded(self, data: Any, box: Box) -> tuple[dict[str, Any], tuple[float, float]]:
+        """The parts of a piece as they are stored, and the squares of what it lost and was."""
         if self.config is None:
-            return data, (0, 0)
-        stored, lost, size = _encoded(data, self.config)
+            return {field: getattr(data, field) if field else data for field in self.spans()}, (0, 0)
+        stored, lost, size, aside = _encoded(data, self.config, self.waits)
         sums = float(np.asarray(lost).sum(dtype=np.float64)), float(np.asarray(size).sum(dtype=np.float64))
         if not math.isfinite(sums[0]):
             # Outside of jit it says what is wrong with the numbers, if it is not only that their squares overflow.
             cut = "" if len(self.boxes) == 1 else f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
             with naming(f"{self.name}{cut}"):
                 quantize(data, self.config)
-        return stored, sums
+        return stored.parts() | aside, sums if not self.waits else (sums[1], sums[1])
 
     def spans(self) -> dict[str, tuple[int, ...]]:
-        return _part_spans(self.like)
+        """How many elements one of each part of a piece covers, along the last axes."""
+        spans = _part_spans(self.made)
+        return spans | dict.fromkeys(_ASIDE, spans["scales"]) if self.waits else spans
+
+    def aside(self) -> dict[str, Any]:
+        """What waits: the scales, and the sums of each block by which the error is known when they are others."""
+        return dict.fromkeys(("scales", *_ASIDE), self.made.scales) if self.waits else {}
+
+    def coded(self, scales: np.ndarray, squares: np.ndarray, products: np.ndarray) -> tuple[dict[str, Any], float]:
+        """The parts that the scales of a matrix are coded in, and what the squares of the error differ by from w^2."""
+        array = self.made.replace(scales=scales).with_coded_scales()
+        with np.errstate(all="ignore"):
+            ratio = np.nan_to_num(np.asarray(array.scale_values()) / scales)
+        change = np.sum(ratio * (ratio * squares - 2 * products), dtype=np.float64)
+        return {field: getattr(array, field) for field in ("scales", *array.scale_parts)}, float(change)
 
 
-@partial(jax.jit, static_argnums=1)
-def _encoded(array: jax.Array, config: QuantizationConfig) -> tuple[QuantizedArray, jax.Array, jax.Array]:
-    """A piece as it is stored, and the squares of what it lost and of what it was: of each row, for all cores."""
+_ASIDE = ("squares", "products")
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _encoded(
+    array: jax.Array, config: QuantizationConfig, by_block: bool
+) -> tuple[QuantizedArray, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """A piece as it is stored, and the squares of what it lost and of what it was: of each row, for all cores.
+
+    `by_block`: also the sums of read * read and read * array, for each scale.
+    """
     # What is measured must not change how the compiler rounds.
     stored = lax.optimization_barrier(quantize(array, config))
     # Matrices are decoded by the kernel for rows.
     read = take(stored, jnp.arange(stored.shape[0])[:, None]) if stored.ndim == 2 else stored.materialize()
-    array = array.astype(jnp.float32)
-    return stored, jnp.sum((read.astype(jnp.float32) - array) ** 2, -1), jnp.sum(array**2, -1)
+    read, array = read.astype(jnp.float32), array.astype(jnp.float32)
+    lost, size = jnp.sum((read - array) ** 2, -1), jnp.sum(array**2, -1)
+    if not by_block:
+        return stored, lost, size, {}
+    sums = (block_sum(read * x, stored.spans) for x in (read, array))
+    return stored, lost, size, dict(zip(_ASIDE, sums, strict=True))
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
@@ -212,7 +247,6 @@ def _struct(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _part_spans(like: Any) -> dict[str, tuple[int, ...]]:
-    """How many elements one of each part covers, along the last axes."""
     if not isinstance(like, QuantizedArray):
         return {"": ()}
     coded = [name for name in like.scale_parts if getattr(like, name) is not None]
@@ -259,6 +293,33 @@ def _runs(shape: Sequence[int], box: Box) -> tuple[list[int], int]:
     return starts.ravel().tolist(), _volume(box[last:])
 
 
+def _reader(source: Tensors, name: str, keep: bool) -> tuple[Any, list[int], Callable[[Box], Any]]:
+    """What a tensor of a source reads as, in which steps it can be cut, and what reads a box of it.
+
+    `keep`: as it is stored. Otherwise numbers that can be quantized.
+    """
+    kind, shape = source.type(name), source.shape(name)
+    if isinstance(source, LowbitFile):
+        like = jax.tree.map(_struct, source.struct(name))
+        if keep or kind in DTYPES:
+            place = source.located(name)  # is looked at now, and let go
+            release()
+            return like, _units(like), partial(source.read, name) if place is None else _from_file(place, like)
+        if not like.transposed:
+            return _struct(like), _units(like), _decoded(source, name)
+    elif kind in DTYPES:
+        view = np.asarray(source.array(name))
+        return _struct(view), [1] * len(shape), _from_file(located(view), view)
+    if isinstance(source, GGUFFile) and not is_stored(kind) and len(shape) > 1:
+        # Rows are of whole blocks.
+        return jax.ShapeDtypeStruct(shape, np.float32), [1] * (len(shape) - 1) + [WHOLE], _rows(source, name)
+    if keep:
+        like = jax.tree.map(_struct, source.array(name))
+        release()
+        return like, [WHOLE] * len(shape), _held(source.array, name)
+    return jax.ShapeDtypeStruct(shape, np.float32), [WHOLE] * len(shape), _held(source.dense, name)
+
+
 def _held(read: Callable[[str], Any], name: str) -> Callable[[Box], Any]:
     """Reads what cannot be cut."""
 
@@ -270,7 +331,7 @@ def _held(read: Callable[[str], Any], name: str) -> Callable[[Box], Any]:
     return whole
 
 
-def _decoded(source: GGUFFile, name: str) -> Callable[[Box], Any]:
+def _rows(source: GGUFFile, name: str) -> Callable[[Box], Any]:
     def rows(box: Box) -> np.ndarray:
         (start, *others), length = _runs(source.shape(name), box)
         assert not others
@@ -281,28 +342,54 @@ def _decoded(source: GGUFFile, name: str) -> Callable[[Box], Any]:
     return rows
 
 
-def _from_file(view: np.ndarray) -> Callable[[Box], Any]:
-    """Reads from the file that an array is a view of, since mapped pages would count as memory."""
-    place = located(view) if view.size else None
+def _decoded(source: LowbitFile, name: str) -> Callable[[Box], Any]:
+    def numbers(box: Box) -> np.ndarray:
+        stored: Any = source.read(name, box)
+        values = np.asarray(jax.tree.map(jnp.asarray, stored).materialize()).astype(np.float32)
+        release()
+        return values
+
+    return numbers
+
+
+def _from_file(place: tuple[Path, int] | None, like: Any) -> Callable[[Box], Any]:
+    """Reads boxes of an array that begins somewhere in a file."""
+    assert place is not None or not math.prod(like.shape)
+    path, first = place or (Path(), 0)
+    dtype, bits = like.dtype, np.dtype(f"V{like.dtype.itemsize}")
 
     def box_of(box: Box) -> np.ndarray:
-        if place is None:
-            return view[(..., *(slice(a, b) for a, b in box))]
-        path, start = place
-        raw = np.empty(_volume(box) * view.itemsize + 64, np.uint8)
+        shape = [b - a for a, b in box]
+        raw = np.empty(_volume(box) * dtype.itemsize + 64, np.uint8)
         data = raw[-raw.ctypes.data % 64 :][: raw.size - 64]  # where JAX takes it without a copy
-        starts, length = _runs(view.shape, box)
-        length *= view.itemsize
-        with open(path, "rb", buffering=0) as file:
-            if len(starts) == 1:  # what follows is wanted next
-                os.posix_fadvise(
-                    file.fileno(), start + starts[0] * view.itemsize + length, length, os.POSIX_FADV_WILLNEED
-                )
-            for i, at in enumerate(starts):
-                _read(file.fileno(), data[i * length : (i + 1) * length], start + at * view.itemsize, path)
-        return data.view(view.dtype).reshape([b - a for a, b in box])
+        starts, length = _runs(like.shape, box)
+        length *= dtype.itemsize
+        if len(starts) == 1 and length:
+            with open(path, "rb", buffering=0) as file:  # mapped pages would count as memory
+                at = first + starts[0] * dtype.itemsize
+                os.posix_fadvise(file.fileno(), at + length, length, os.POSIX_FADV_WILLNEED)  # what is wanted next
+                _read(file.fileno(), data, at, path)
+        elif length:
+            _copy(path, first, like.shape, box, data.view(bits).reshape(shape))
+        return data.view(dtype).reshape(shape)
 
     return box_of
+
+
+def _copy(path: Path, first: int, shape: Sequence[int], box: Box, into: np.ndarray) -> None:
+    """Copy a box of many short runs from a file, which is read in long ones: what lies between them comes next."""
+    with open(path, "rb", buffering=0) as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        whole = np.frombuffer(pages, into.dtype, math.prod(shape), first).reshape(shape)
+        part = whole[tuple(slice(a, b) for a, b in box)]
+        at = first + part.ctypes.data - whole.ctypes.data
+        while len(part) == 1:
+            part, into = part[0], into[0]
+        stride, step = part.strides[0], max(MAPPED // part.strides[0], 1)
+        for i in range(0, len(part), step):
+            os.posix_fadvise(file.fileno(), at + (i + step) * stride, step * stride, os.POSIX_FADV_WILLNEED)
+            into[i : i + step] = part[i : i + step]
+            pages.madvise(mmap.MADV_DONTNEED)
+        del whole, part
 
 
 def _read(file: int, into: np.ndarray, at: int, path: Path) -> None:
@@ -320,9 +407,17 @@ def _read(file: int, into: np.ndarray, at: int, path: Path) -> None:
 class _Part:
     """A file on its way, and the journal of what is done. Only who holds the lock has one."""
 
-    def __init__(self, target: Path, layout: Layout, journal: int):
+    def __init__(self, target: Path, layout: Layout, works: Sequence[_Work], journal: int):
         self.path, self.journal_path = _beside(target)
         self.layout, self.journal = layout, journal
+        self.tensors, self.offsets, self.size = dict(layout.tensors), dict(layout.offsets), layout.size
+        for work in works:  # one after the other, each in the place of the last
+            at = layout.size
+            for field, struct in work.aside().items():
+                name = _waiting(work.name, field)
+                self.tensors[name], self.offsets[name] = struct, at
+                at += math.prod(struct.shape) * struct.dtype.itemsize
+            self.size = max(self.size, at)
         self.file = -1
         self.done = 0  # pieces
         self.crc32: dict[str, tuple[int, int]] = {}  # of each tensor that of its first bytes, and how many those are
@@ -332,8 +427,8 @@ class _Part:
 
     @classmethod
     @contextlib.contextmanager
-    def locked(cls, target: Path, layout: Layout, key: str, note: Note) -> Iterator["_Part"]:
-        part = cls(target, layout, _lock(target))
+    def locked(cls, target: Path, layout: Layout, works: Sequence[_Work], key: str, note: Note) -> Iterator["_Part"]:
+        part = cls(target, layout, works, _lock(target))
         try:
             part.open(key, note)
             yield part
@@ -344,9 +439,9 @@ class _Part:
 
     def open(self, key: str, note: Note) -> None:
         lines = _lines(self.journal)
-        if lines:
-            known = lines[0].get("key") == key and self.path.is_file() and self.path.stat().st_size == self.layout.size
-            if known:
+        # Of a journal without its part, the file was finished and has taken its place, and nothing is left to do.
+        if lines and self.path.is_file():
+            if lines[0].get("key") == key and self.path.stat().st_size in (self.size, self.layout.size):
                 self.file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
                 for line in lines[1:]:
                     self.done = line["done"]
@@ -357,7 +452,7 @@ class _Part:
         os.ftruncate(self.journal, 0)
         os.fdatasync(self.journal)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        os.ftruncate(self.file, self.layout.size)
+        os.ftruncate(self.file, self.size)
         self.append({"key": key})
 
     def append(self, line: dict[str, Any]) -> None:
@@ -366,50 +461,74 @@ class _Part:
         os.write(self.journal, json.dumps(line).encode() + b"\n")
         os.fdatasync(self.journal)
 
-    def write(self, work: _Work, piece: int, stored: Any, lost: tuple[float, float]) -> None:
+    def write(self, work: _Work, piece: int, stored: dict[str, Any], lost: tuple[float, float]) -> None:
         """Write a piece, and now and then a line of the journal."""
         box, parts = work.boxes[piece], self.layout.parts[work.name]
+        aside = {field: _waiting(work.name, field) for field in work.aside()}
         for field, spans in work.spans().items():
-            if field not in parts:
-                continue
-            tensor = self.layout.tensors[parts[field]]
-            data = np.ascontiguousarray(getattr(stored, field) if field else stored).reshape(-1).view(np.uint8)
-            covers = [span_of(spans, axis) for axis in range(-len(box), 0)]
-            there = tuple(
-                (0, n) if span == WHOLE else (start // span, -(-stop // span))
-                for (start, stop), span, n in zip(box, covers, tensor.shape, strict=True)
-            )
-            self.put(parts[field], tensor, there, data)
-        if piece == len(work.boxes) - 1:
-            for name in parts.values():
-                self.check(name)
+            if field in stored:
+                self.put((parts | aside)[field], box, spans, stored[field])
         before = self.squares.get(work.name, (0, 0))
         self.squares[work.name] = before[0] + lost[0], before[1] + lost[1]
-        self.since |= {work.name, *parts.values()}
+        if piece == len(work.boxes) - 1:
+            if aside:
+                self.put_scales(work)
+            for name in parts.values():
+                self.check(name)
+        self.since |= {work.name, *parts.values(), *aside.values()}
         self.done += 1
         self.unsynced += _volume(box)
         if self.unsynced >= SYNCED:
             self.sync()
 
-    def put(self, name: str, tensor: Any, box: Box, data: np.ndarray) -> None:
-        starts, length = _runs(tensor.shape, box)
+    def put(self, name: str, box: Box, spans: Sequence[int], part: Any) -> None:
+        """Write a part, of which an element covers so many of the array, to the place of a box of the array."""
+        tensor = self.tensors[name]
+        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        starts, length = _runs(tensor.shape, covered(box, spans, tensor.shape))
         length *= tensor.dtype.itemsize
-        for i, start in enumerate(starts):
-            run, at = data[i * length : (i + 1) * length], self.layout.offsets[name] + start * tensor.dtype.itemsize
-            written = 0
-            while written < length:
-                written += os.pwrite(self.file, run[written:].data, at + written)
         crc32, known = self.crc32.get(name, (0, 0))
-        if len(starts) == 1 and starts[0] * tensor.dtype.itemsize == known:
-            self.crc32[name] = zlib.crc32(data.data, crc32), known + length
+        follows = len(starts) == 1 and starts[0] * tensor.dtype.itemsize == known
+        for i, start in enumerate(starts):
+            at = self.offsets[name] + start * tensor.dtype.itemsize
+            for first in range(i * length, (i + 1) * length, MAPPED):
+                run = data[first : min(first + MAPPED, (i + 1) * length)]
+                written = 0
+                while written < run.size:
+                    written += os.pwrite(self.file, run[written:].data, at + first - i * length + written)
+                if follows:
+                    crc32 = zlib.crc32(run.data, crc32)
+                if run.size == MAPPED:
+                    release()  # if it is of a file
+        if follows:
+            self.crc32[name] = crc32, known + length
+
+    def put_scales(self, work: _Work) -> None:
+        """Write the scales of a tensor, which have waited for all of it, as they are coded for each matrix."""
+        shape = work.like.shape
+        lead, (lost, size) = shape[:-2], self.squares[work.name]
+        for index in np.ndindex(*lead):
+            box = (*((i, i + 1) for i in index), *_whole(shape[len(lead) :]))
+            found = []
+            for field in work.aside():
+                tensor, name = self.tensors[_waiting(work.name, field)], _waiting(work.name, field)
+                count, number = math.prod(tensor.shape[len(lead) :]), np.ravel_multi_index(index, lead) if lead else 0
+                data = np.empty(count * tensor.dtype.itemsize, np.uint8)
+                _read(self.file, data, self.offsets[name] + int(number) * data.size, self.path)
+                found.append(data.view(tensor.dtype).reshape(*[1] * len(lead), *tensor.shape[len(lead) :]))
+            coded, change = work.coded(*found)
+            for field, part in coded.items():
+                self.put(self.layout.parts[work.name][field], box, _part_spans(work.like)[field], part)
+            lost += change
+        self.squares[work.name] = lost, size
 
     def check(self, name: str) -> None:
         """The checksum of a tensor that is done, from the file where it was not written from its start to its end."""
-        tensor, (crc32, at) = self.layout.tensors[name], self.crc32.get(name, (0, 0))
+        tensor, (crc32, at) = self.tensors[name], self.crc32.get(name, (0, 0))
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
         while at < size:
             data = np.empty(min(size - at, PIECE), np.uint8)
-            _read(self.file, data, self.layout.offsets[name] + at, self.path)
+            _read(self.file, data, self.offsets[name] + at, self.path)
             crc32, at = zlib.crc32(data.data, crc32), at + data.size
         self.crc32[name] = crc32, at
 
@@ -430,10 +549,16 @@ class _Part:
         for data, at in ((start, 0), (end, self.layout.size - len(end))):
             if os.pwrite(self.file, data, at) < len(data):
                 raise OSError("Not all of the header could be written.")
+        os.ftruncate(self.file, self.layout.size)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
         self.journal_path.unlink(missing_ok=True)
+
+
+def _waiting(name: str, field: str) -> str:
+    """What waits goes by a name that no tensor has."""
+    return f"{name}\0{field}"
 
 
 def _beside(target: Path) -> tuple[Path, Path]:
