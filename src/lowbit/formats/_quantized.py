@@ -567,6 +567,7 @@ class Format:
     - `blocked`: whether it always has blocks; otherwise a scale covers the axis if no block is asked for.
     - `options`: what else `quantize` takes of a `QuantizationConfig`.
     - `top`: the largest level. Only of formats whose `quantize` takes `scale=`, the scales to round by.
+    - `scale_of_max`: the scales from the largest |w| that they cover, for formats whose scales need no other number.
     """
 
     name: str
@@ -576,6 +577,7 @@ class Format:
     blocked: bool = True
     options: frozenset[str] = frozenset()
     top: float | None = None
+    scale_of_max: Callable[[jax.Array], jax.Array] | None = None
 
 
 FORMATS: dict[str, Format] = {}

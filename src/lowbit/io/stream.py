@@ -9,8 +9,9 @@ each time that the part was brought to the disk. A line says how many pieces are
 what is known of their tensors so far. Its first line is a hash of the source's files, of the rules and of the layout:
 of another source nothing is used. Whoever writes holds a lock on the journal.
 
-Scales that are coded all together (`double_quant`) wait, as they are, behind the end of the file, until their tensor is
-done.
+What a tensor needs all of itself for waits behind the end of the file until then. Scales that are coded all together
+(`double_quant`) do. Where scales cover the rows of a matrix and come from the largest numbers alone (int8), its pieces
+are gone through twice: once for these, and once to be encoded.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from jax import lax
 
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
-from lowbit.formats._blocks import WHOLE, block_sum, covered, span_of
+from lowbit.formats._blocks import WHOLE, block_max, block_sum, covered, span_of
 from lowbit.ops.take import take
 from lowbit.report import Row
 from lowbit.tree import Plan, naming, relative_error, row
@@ -105,27 +106,34 @@ def streamed(
 
 
 def _run(works: Sequence["_Work"], part: "_Part", progress: Progress, note: Note) -> None:
-    pieces = [(work, i) for work in works for i in range(len(work.boxes))]
-    ends = list(itertools.accumulate(work.bytes_of(i) for work, i in pieces))
-    done, total = (ends[part.done - 1] if part.done else 0), sum(ends[-1:])
+    steps = [(work, step) for work in works for step in range(work.steps)]
+    ends = list(itertools.accumulate(work.bytes_of(step) for work, step in steps))
+    total = sum(work.nbytes for work in works)
+    ends[-1:] = [total] * len(ends[-1:])  # what was lost by rounding
+    done = ends[part.done - 1] if part.done else 0
     if part.done:
         note(f"going on with {part.path.name}: {done:,} of {total:,} bytes are done.")
     progress(done, total)
-    left, ends = pieces[part.done :], ends[part.done :]
+    left, ends = steps[part.done :], ends[part.done :]
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        reading = [reader.submit(work.read, work.boxes[i]) for work, i in left[:1]]
+        reading = [reader.submit(work.read, work.box(step)) for work, step in left[:1]]
         writing = []
-        for n, ((work, i), end) in enumerate(zip(left, ends, strict=True)):
-            data = reading.pop().result()
-            reading = [reader.submit(work.read, work.boxes[i]) for work, i in left[n + 1 : n + 2]]
-            stored, lost = work.encoded(data, work.boxes[i])
+
+        def written() -> None:
             for earlier, there in writing:
                 earlier.result()
                 progress(there, total)
-            writing = [(writer.submit(part.write, work, i, stored, lost), end)]
-        for last, there in writing:
-            last.result()
-            progress(there, total)
+            writing.clear()
+
+        for n, ((work, step), end) in enumerate(zip(left, ends, strict=True)):
+            data = reading.pop().result()
+            reading = [reader.submit(work.read, work.box(step)) for work, step in left[n + 1 : n + 2]]
+            if work.twice and step == len(work.boxes):
+                written()  # now all of it was looked at
+            encoded = work.encoded(data, step, part.largest(work, step))
+            written()
+            writing = [(writer.submit(part.write, work, step, *encoded), end)]
+        written()
 
 
 def _row(source: Tensors, work: "_Work", planned: Plan, sums: Mapping[str, Sequence[float]]) -> Row:
@@ -152,12 +160,14 @@ class _Work:
     """A tensor of the source: what it becomes, the boxes in which it is cut, and what reads one of them.
 
     - `made`: what a piece is made into. It differs from `like` where that has its scales coded all together.
+    - `twice`: the pieces are gone through once before, for the largest numbers.
     """
 
     name: str
     config: QuantizationConfig | None
     like: Any
     made: Any
+    twice: bool
     boxes: list[Box]
     read: Callable[[Box], Any]
     nbytes: int
@@ -174,41 +184,70 @@ class _Work:
             if any(getattr(like, part) is not None for part in like.scale_parts):
                 config = dataclasses.replace(config, double_quant=False)
                 made = jax.eval_shape(partial(quantize, config=config), dense)
-        units = [WHOLE if WHOLE in pair else math.lcm(*pair) for pair in zip(units, _units(made), strict=True)]
         shape = getattr(made, "stored_shape", shape)
-        return cls(name, config, like, made, _boxes(shape, units), read, source.nbytes(name))
+        boxes = _boxes(shape, _common(units, _units(made)))
+        able = config is not None and config.format.scale_of_max is not None and given.dtype.itemsize <= 4
+        twice = able and len(boxes) * PIECE < math.prod(shape)
+        if twice:
+            boxes = _boxes(shape, _common(units, [1 if span == WHOLE else span for span in _units(made)]))
+        return cls(name, config, like, made, twice, boxes, read, source.nbytes(name))
 
     @property
     def waits(self) -> bool:
         """Whether scales wait until all are there."""
         return self.made is not self.like
 
-    def bytes_of(self, piece: int) -> int:
-        """How many bytes of the source a piece is."""
-        size = math.prod(self.like.shape)
-        return self.nbytes * _volume(self.boxes[piece]) // size if size else 0
+    @property
+    def steps(self) -> int:
+        """In how many steps it is done: one for each piece, or two."""
+        return len(self.boxes) * (1 + self.twice)
 
-    def encoded(self, data: Any, box: Box) -> tuple[dict[str, Any], tuple[float, float]]:
+    def box(self, step: int) -> Box:
+        return self.boxes[step % len(self.boxes)]
+
+    def looks(self, step: int) -> bool:
+        """Whether a step looks for the largest numbers only."""
+        return self.twice and step < len(self.boxes)
+
+    def bytes_of(self, step: int) -> int:
+        """How many bytes of the source a step is; half of them if it takes two steps."""
+        size = math.prod(self.like.shape) * (1 + self.twice)
+        return self.nbytes * _volume(self.box(step)) // size if size else 0
+
+    def encoded(self, data: Any, step: int, largest: np.ndarray | None) -> tuple[dict[str, Any], tuple[float, float]]:
         """The parts of a piece as they are stored, and the squares of what it lost and was."""
         if self.config is None:
             return {field: getattr(data, field) if field else data for field in self.spans()}, (0, 0)
-        stored, lost, size, aside = _encoded(data, self.config, self.waits)
-        sums = float(np.asarray(lost).sum(dtype=np.float64)), float(np.asarray(size).sum(dtype=np.float64))
-        if not math.isfinite(sums[0]):
+        if self.looks(step):
+            stored, sums = {"largest": np.asarray(_largest(data, self.made.spans))}, (0, 0)
+            finite = bool(np.isfinite(stored["largest"]).all())
+        else:
+            scale = None if largest is None else self.scale_of(largest)
+            array, lost, size, aside = _encoded(data, self.config, self.waits, scale)
+            sums = float(np.asarray(lost).sum(dtype=np.float64)), float(np.asarray(size).sum(dtype=np.float64))
+            stored, finite = array.parts() | aside, math.isfinite(sums[0])
+            if self.twice:
+                del stored["scales"]
+        if not finite:
             # Outside of jit it says what is wrong with the numbers, if it is not only that their squares overflow.
-            cut = "" if len(self.boxes) == 1 else f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
+            cut = "" if len(self.boxes) == 1 else f"[{', '.join(f'{a}:{b}' for a, b in self.box(step))}]"
             with naming(f"{self.name}{cut}"):
                 quantize(data, self.config)
-        return stored.parts() | aside, sums if not self.waits else (sums[1], sums[1])
+        return stored, (sums[1], sums[1]) if self.waits else sums
 
     def spans(self) -> dict[str, tuple[int, ...]]:
         """How many elements one of each part of a piece covers, along the last axes."""
         spans = _part_spans(self.made)
-        return spans | dict.fromkeys(_ASIDE, spans["scales"]) if self.waits else spans
+        return spans | dict.fromkeys(self.aside(), spans.get("scales", ()))
 
     def aside(self) -> dict[str, Any]:
         """What waits: the scales, and the sums of each block by which the error is known when they are others."""
-        return dict.fromkeys(("scales", *_ASIDE), self.made.scales) if self.waits else {}
+        fields = ("scales", *_SUMS) if self.waits else ("largest",) if self.twice else ()
+        return dict.fromkeys(fields, getattr(self.made, "scales", None))
+
+    def scale_of(self, largest: np.ndarray) -> jax.Array:
+        assert self.config is not None and self.config.format.scale_of_max is not None
+        return self.config.format.scale_of_max(jnp.asarray(largest))
 
     def coded(self, scales: np.ndarray, squares: np.ndarray, products: np.ndarray) -> tuple[dict[str, Any], float]:
         """The parts that the scales of a matrix are coded in, and what the squares of the error differ by from w^2."""
@@ -219,19 +258,23 @@ class _Work:
         return {field: getattr(array, field) for field in ("scales", *array.scale_parts)}, float(change)
 
 
-_ASIDE = ("squares", "products")
+_SUMS = ("squares", "products")
+
+
+_largest = jax.jit(block_max, static_argnums=1)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _encoded(
-    array: jax.Array, config: QuantizationConfig, by_block: bool
+    array: jax.Array, config: QuantizationConfig, by_block: bool, scale: jax.Array | None
 ) -> tuple[QuantizedArray, jax.Array, jax.Array, dict[str, jax.Array]]:
     """A piece as it is stored, and the squares of what it lost and of what it was: of each row, for all cores.
 
-    `by_block`: also the sums of read * read and read * array, for each scale.
+    `by_block`: also the sums of read * read and read * array, for each scale. `scale`: where it is known before.
     """
+    scale = None if scale is None else jnp.where(scale == 0, 1, scale)  # of zeros all codes are 0, by any scale
     # What is measured must not change how the compiler rounds.
-    stored = lax.optimization_barrier(quantize(array, config))
+    stored = lax.optimization_barrier(quantize(array, config, scale=scale))
     # Matrices are decoded by the kernel for rows.
     read = take(stored, jnp.arange(stored.shape[0])[:, None]) if stored.ndim == 2 else stored.materialize()
     read, array = read.astype(jnp.float32), array.astype(jnp.float32)
@@ -239,7 +282,7 @@ def _encoded(
     if not by_block:
         return stored, lost, size, {}
     sums = (block_sum(read * x, stored.spans) for x in (read, array))
-    return stored, lost, size, dict(zip(_ASIDE, sums, strict=True))
+    return stored, lost, size, dict(zip(_SUMS, sums, strict=True))
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
@@ -257,6 +300,10 @@ def _units(like: Any) -> list[int]:
     """In steps of how many elements each axis can be cut; `WHOLE` for not at all."""
     axes = range(-len(like.shape), 0)
     return [math.lcm(*(span_of(spans, axis) for spans in _part_spans(like).values())) for axis in axes]
+
+
+def _common(units: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [WHOLE if WHOLE in pair else math.lcm(*pair) for pair in zip(units, others, strict=True)]
 
 
 def _boxes(shape: Sequence[int], units: Sequence[int]) -> list[Box]:
@@ -411,13 +458,11 @@ class _Part:
         self.path, self.journal_path = _beside(target)
         self.layout, self.journal = layout, journal
         self.tensors, self.offsets, self.size = dict(layout.tensors), dict(layout.offsets), layout.size
-        for work in works:  # one after the other, each in the place of the last
-            at = layout.size
+        for work in works:
             for field, struct in work.aside().items():
                 name = _waiting(work.name, field)
-                self.tensors[name], self.offsets[name] = struct, at
-                at += math.prod(struct.shape) * struct.dtype.itemsize
-            self.size = max(self.size, at)
+                self.tensors[name], self.offsets[name] = struct, self.size
+                self.size += math.prod(struct.shape) * struct.dtype.itemsize
         self.file = -1
         self.done = 0  # pieces
         self.crc32: dict[str, tuple[int, int]] = {}  # of each tensor that of its first bytes, and how many those are
@@ -461,23 +506,25 @@ class _Part:
         os.write(self.journal, json.dumps(line).encode() + b"\n")
         os.fdatasync(self.journal)
 
-    def write(self, work: _Work, piece: int, stored: dict[str, Any], lost: tuple[float, float]) -> None:
-        """Write a piece, and now and then a line of the journal."""
-        box, parts = work.boxes[piece], self.layout.parts[work.name]
+    def write(self, work: _Work, step: int, stored: dict[str, Any], lost: tuple[float, float]) -> None:
+        """Write what a step gave, and now and then a line of the journal."""
+        box, parts = work.box(step), self.layout.parts[work.name]
         aside = {field: _waiting(work.name, field) for field in work.aside()}
+        if work.looks(step):
+            known = self.waiting(work, "largest", box)
+            stored = {"largest": np.maximum(known, stored["largest"])}
         for field, spans in work.spans().items():
             if field in stored:
                 self.put((parts | aside)[field], box, spans, stored[field])
         before = self.squares.get(work.name, (0, 0))
         self.squares[work.name] = before[0] + lost[0], before[1] + lost[1]
-        if piece == len(work.boxes) - 1:
-            if aside:
-                self.put_scales(work)
-            for name in parts.values():
-                self.check(name)
-        self.since |= {work.name, *parts.values(), *aside.values()}
+        self.since |= {work.name, *parts.values()}
         self.done += 1
         self.unsynced += _volume(box)
+        if step == work.steps - 1:
+            self.put_scales(work)
+            for name in parts.values():
+                self.check(name)
         if self.unsynced >= SYNCED:
             self.sync()
 
@@ -488,7 +535,7 @@ class _Part:
         starts, length = _runs(tensor.shape, covered(box, spans, tensor.shape))
         length *= tensor.dtype.itemsize
         crc32, known = self.crc32.get(name, (0, 0))
-        follows = len(starts) == 1 and starts[0] * tensor.dtype.itemsize == known
+        follows = name in self.layout.tensors and len(starts) == 1 and starts[0] * tensor.dtype.itemsize == known
         for i, start in enumerate(starts):
             at = self.offsets[name] + start * tensor.dtype.itemsize
             for first in range(i * length, (i + 1) * length, MAPPED):
@@ -503,24 +550,31 @@ class _Part:
         if follows:
             self.crc32[name] = crc32, known + length
 
+    def waiting(self, work: _Work, field: str, box: Box) -> np.ndarray:
+        """What waits of a box of the array."""
+        name = _waiting(work.name, field)
+        tensor = self.tensors[name]
+        return _from_file((self.path, self.offsets[name]), tensor)(covered(box, work.spans()[field], tensor.shape))
+
+    def largest(self, work: _Work, step: int) -> np.ndarray | None:
+        """The largest numbers that the scales of a piece come from, once all were looked at."""
+        return self.waiting(work, "largest", work.box(step)) if work.twice and not work.looks(step) else None
+
     def put_scales(self, work: _Work) -> None:
-        """Write the scales of a tensor, which have waited for all of it, as they are coded for each matrix."""
-        shape = work.like.shape
-        lead, (lost, size) = shape[:-2], self.squares[work.name]
-        for index in np.ndindex(*lead):
-            box = (*((i, i + 1) for i in index), *_whole(shape[len(lead) :]))
-            found = []
-            for field in work.aside():
-                tensor, name = self.tensors[_waiting(work.name, field)], _waiting(work.name, field)
-                count, number = math.prod(tensor.shape[len(lead) :]), np.ravel_multi_index(index, lead) if lead else 0
-                data = np.empty(count * tensor.dtype.itemsize, np.uint8)
-                _read(self.file, data, self.offsets[name] + int(number) * data.size, self.path)
-                found.append(data.view(tensor.dtype).reshape(*[1] * len(lead), *tensor.shape[len(lead) :]))
-            coded, change = work.coded(*found)
-            for field, part in coded.items():
-                self.put(self.layout.parts[work.name][field], box, _part_spans(work.like)[field], part)
-            lost += change
-        self.squares[work.name] = lost, size
+        """Write the scales that have waited for all of a tensor."""
+        shape, parts, spans = work.like.shape, self.layout.parts[work.name], _part_spans(work.like)
+        if work.twice:
+            scales = work.scale_of(self.waiting(work, "largest", _whole(shape)))
+            self.put(parts["scales"], _whole(shape), spans["scales"], scales)
+        if work.waits:
+            lost, size = self.squares[work.name]
+            for index in np.ndindex(*shape[:-2]):
+                box = (*((i, i + 1) for i in index), *_whole(shape[-2:]))
+                coded, change = work.coded(*(self.waiting(work, field, box) for field in work.aside()))
+                for field, part in coded.items():
+                    self.put(parts[field], box, spans[field], part)
+                lost += change
+            self.squares[work.name] = lost, size
 
     def check(self, name: str) -> None:
         """The checksum of a tensor that is done, from the file where it was not written from its start to its end."""
@@ -549,7 +603,9 @@ class _Part:
         for data, at in ((start, 0), (end, self.layout.size - len(end))):
             if os.pwrite(self.file, data, at) < len(data):
                 raise OSError("Not all of the header could be written.")
-        os.ftruncate(self.file, self.layout.size)
+        if self.size > self.layout.size:
+            self.sync()  # what has waited is needed no more
+            os.ftruncate(self.file, self.layout.size)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
