@@ -41,6 +41,8 @@ CASES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     "double.weight": ((3, 30, 64), np.float32, QuantizationConfig("nf4", double_quant=True)),
     "blocks.kernel": ((100, 50), np.float32, QuantizationConfig("int8", scale_block=32)),
     "both.weight": ((40, 192), np.float32, BOTH),
+    "stack.kernel": ((3, 80, 60), np.float16, "int8"),
+    "mean.weight": ((40, 192), np.float32, QuantizationConfig("binary", axis=(-2, -1))),
     "norm": ((4000,), np.float32, None),
     "ids": ((40, 100), np.int64, None),
     "mask": ((9,), np.bool_, None),
@@ -52,7 +54,9 @@ RULES = [Rule(name, format) for name, (_, _, format) in CASES.items()]
 
 def tensors(seed: int = 3) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {name: np.asarray(rng.standard_normal(shape)).astype(dtype) for name, (shape, dtype, _) in CASES.items()}
+    made = {name: np.asarray(rng.standard_normal(shape)).astype(dtype) for name, (shape, dtype, _) in CASES.items()}
+    made["int8.kernel"][:, 5] = 0  # a scale of zeros
+    return made
 
 
 @pytest.fixture
@@ -114,7 +118,69 @@ def test_every_reader_is_read_in_pieces(source: Path, tmp_path: Path) -> None:
         assert len(told) > 12
 
 
+def test_what_is_held_whole_is_told(source: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    converting.convert(open_tensors(source), tmp_path / "out", rules=RULES, note=notes.append)
+    assert notes == ["7,680 numbers of mean.weight are in memory at a time: they share a scale, or are stored as one."]
+
+
 # --- what happens on the way
+
+# What waits for all of a tensor, and what is gone through twice.
+WAITING = {
+    "a.weight": QuantizationConfig("nf4", double_quant=True),
+    "b.kernel": "int8",
+    "c.weight": QuantizationConfig("nf4", double_quant=True),
+    "d.weight": BOTH,
+}
+
+
+def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((96, 64)).astype(np.float32) for name in WAITING}
+    monkeypatch.setattr(stream, "SYNCED", 10_000)  # not all is told when it ends
+    safetensors.numpy.save_file(arrays, tmp_path / "in")
+    rules = [Rule(name, format) for name, format in WAITING.items()]
+    want = in_memory(tmp_path / "in", tmp_path / "whole", rules)
+    notes: list[str] = []
+
+    def convert() -> lowbit.Report:
+        return converting.convert(open_tensors(tmp_path / "in"), tmp_path / "out", rules=rules, note=notes.append)
+
+    def crashed(at: int) -> bool:
+        steps = {name: getattr(stream._Part, name) for name in ("write", "put_scales", "sync", "finish")}
+        left = at
+
+        def step(name: str, self: Any, *args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                steps[name](self, *args)
+            if left <= 0:  # and whatever comes after it
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            for name in steps:
+                patch.setattr(stream._Part, name, lambda *args, name=name: step(name, *args))
+            patch.setattr(stream._Part, "keep", lambda self: None)  # a crash leaves no line
+            try:
+                convert()
+            except KeyboardInterrupt:
+                return True
+        return False
+
+    at = 1
+    while crashed(at):
+        report = convert()
+        assert (tmp_path / "out").read_bytes() == want and left_over(tmp_path) == [], at
+        at += 1
+    assert at > 20 and sum("going on with" in told for told in notes) > at // 2
+    assert not any("starting over" in told for told in notes)
+    for name, config in WAITING.items():
+        q = lowbit.quantize(arrays[name], QuantizationConfig(config, axis=-2) if name == "b.kernel" else config)
+        lost = np.linalg.norm(np.asarray(q.materialize()) - arrays[name]) / np.linalg.norm(arrays[name])
+        assert report[name].error == pytest.approx(lost, rel=1e-4)
+
 
 INT8 = ("--format", "int8", "--rule", "re:(?!int8).*=keep")
 
@@ -209,6 +275,16 @@ def test_a_source_that_changes_meanwhile_is_an_error(
     told = run("quantize", source, tmp_path / "out", *INT8, code=1).stderr
     assert f"{source} was changed while it was read" in told and os.listdir(tmp_path) == [source.name]
     assert write is stream._Part.finish
+
+
+def test_a_journal_without_its_part_is_cleaned(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        # Killed after the file has taken its place.
+        patch.setattr(stream._Part, "remove", lambda self: None)
+        run("quantize", source, tmp_path / "out", *INT8)
+    assert left_over(tmp_path) == PART[:1]
+    told = run("quantize", source, tmp_path / "out", "--force", *INT8).stderr
+    assert told == "" and left_over(tmp_path) == []
 
 
 def test_of_two_writers_one_is_told(source: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ PIECE = 1 << 21  # elements that are read and encoded at a time, if no scale cov
 STRIPE = 1 << 25  # the same where rows are cut, since short runs are slow to read and to write
 MAPPED = 1 << 26  # bytes of a file that are looked at, before their pages are let go
 SYNCED = 1 << 26  # elements between two lines of the journal
+QUEUE = 8  # pieces that wait to be written, while the disk is waited for
 
 Progress = Callable[[int, int], None]
 Note = Callable[[str], None]
@@ -114,16 +115,18 @@ def _run(works: Sequence["_Work"], part: "_Part", progress: Progress, note: Note
     if part.done:
         note(f"going on with {part.path.name}: {done:,} of {total:,} bytes are done.")
     progress(done, total)
-    left, ends = steps[part.done :], ends[part.done :]
+    begin = part.done
+    left, ends = steps[begin:], ends[begin:]
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
         reading = [reader.submit(work.read, work.box(step)) for work, step in left[:1]]
-        writing = []
+        writing: list[tuple[Future[None], int]] = []
 
-        def written() -> None:
-            for earlier, there in writing:
+        def written(left: int = 0) -> None:
+            """Wait until so many writes are left."""
+            while len(writing) > left:
+                earlier, there = writing.pop(0)
                 earlier.result()
                 progress(there, total)
-            writing.clear()
 
         for n, ((work, step), end) in enumerate(zip(left, ends, strict=True)):
             data = reading.pop().result()
@@ -131,8 +134,8 @@ def _run(works: Sequence["_Work"], part: "_Part", progress: Progress, note: Note
             if work.twice and step == len(work.boxes):
                 written()  # now all of it was looked at
             encoded = work.encoded(data, step, part.largest(work, step))
-            written()
-            writing = [(writer.submit(part.write, work, step, *encoded), end)]
+            written(left=QUEUE if _volume(work.box(step)) <= PIECE else 0)
+            writing.append((writer.submit(part.write, begin + n, work, step, *encoded), end))
         written()
 
 
@@ -251,14 +254,20 @@ class _Work:
 
     def coded(self, scales: np.ndarray, squares: np.ndarray, products: np.ndarray) -> tuple[dict[str, Any], float]:
         """The parts that the scales of a matrix are coded in, and what the squares of the error differ by from w^2."""
-        array = self.made.replace(scales=scales).with_coded_scales()
+        parts, values = _coded(self.made.replace(codes=None, scales=scales))
         with np.errstate(all="ignore"):
-            ratio = np.nan_to_num(np.asarray(array.scale_values()) / scales)
-        change = np.sum(ratio * (ratio * squares - 2 * products), dtype=np.float64)
-        return {field: getattr(array, field) for field in ("scales", *array.scale_parts)}, float(change)
+            ratio = np.nan_to_num(np.asarray(values) / scales)
+        return parts, float(np.sum(ratio * (ratio * squares - 2 * products), dtype=np.float64))
 
 
 _SUMS = ("squares", "products")
+
+
+@jax.jit
+def _coded(array: QuantizedArray) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The parts of coded scales, and what they read as."""
+    coded = array.with_coded_scales()
+    return {field: getattr(coded, field) for field in ("scales", *coded.scale_parts)}, coded.scale_values()
 
 
 _largest = jax.jit(block_max, static_argnums=1)
@@ -275,9 +284,9 @@ def _encoded(
     scale = None if scale is None else jnp.where(scale == 0, 1, scale)  # of zeros all codes are 0, by any scale
     # What is measured must not change how the compiler rounds.
     stored = lax.optimization_barrier(quantize(array, config, scale=scale))
+    array, full = array.astype(jnp.float32), stored.replace(dtype=np.dtype(np.float32))
     # Matrices are decoded by the kernel for rows.
-    read = take(stored, jnp.arange(stored.shape[0])[:, None]) if stored.ndim == 2 else stored.materialize()
-    read, array = read.astype(jnp.float32), array.astype(jnp.float32)
+    read = take(full, jnp.arange(full.shape[0])[:, None]) if full.ndim == 2 else full.materialize()
     lost, size = jnp.sum((read - array) ** 2, -1), jnp.sum(array**2, -1)
     if not by_block:
         return stored, lost, size, {}
@@ -506,8 +515,10 @@ class _Part:
         os.write(self.journal, json.dumps(line).encode() + b"\n")
         os.fdatasync(self.journal)
 
-    def write(self, work: _Work, step: int, stored: dict[str, Any], lost: tuple[float, float]) -> None:
-        """Write what a step gave, and now and then a line of the journal."""
+    def write(self, number: int, work: _Work, step: int, stored: dict[str, Any], lost: tuple[float, float]) -> None:
+        """Write what a step gave, of this number among all, and now and then a line of the journal."""
+        if number != self.done:
+            return  # one before it has failed, and all go on from there
         box, parts = work.box(step), self.layout.parts[work.name]
         aside = {field: _waiting(work.name, field) for field in work.aside()}
         if work.looks(step):
