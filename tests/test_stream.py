@@ -118,6 +118,27 @@ def test_every_reader_is_read_in_pieces(source: Path, tmp_path: Path) -> None:
         assert len(told) > 12
 
 
+def test_what_is_not_in_the_cache_is_read_past_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, data = tmp_path / "in", np.random.default_rng(0).bytes(100_000)
+    path.write_bytes(data)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    monkeypatch.setattr(os, "RWF_NOWAIT", 1 << 30)  # which no system knows, so nothing is in the cache
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+        page = 4096
+    except OSError:  # as in memory, where there is no disk
+        page = 1
+    plain, ways = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *args: ways.append(args[2:]) or plain(*args))
+    for at, length in ((0, 100_000), (5000, 4096), (8192, 8192), (99_999, 1), (4095, 2)):
+        ways.clear()
+        assert stream._run_of(path, at, length).tobytes() == data[at : at + length]
+        assert len(ways) == 2 and ways[1][0] == at // page * page  # in one read of whole pages
+    with pytest.raises(ValueError, match="was cut off while it was read"):
+        stream._run_of(path, 99_000, 2000)
+
+
 def test_what_is_held_whole_is_told(source: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     converting.convert(open_tensors(source), tmp_path / "out", rules=RULES, note=notes.append)

@@ -23,6 +23,7 @@ import json
 import math
 import mmap
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,7 +54,8 @@ PIECE = 1 << 21  # elements that are read and encoded at a time, if no scale cov
 STRIPE = 1 << 25  # the same where rows are cut, since short runs are slow to read and to write
 MAPPED = 1 << 26  # bytes of a file that are looked at, before their pages are let go
 SYNCED = 1 << 26  # elements between two lines of the journal
-QUEUE = 8  # pieces that wait to be written, while the disk is waited for
+_PAGE = 4096
+QUEUE = 4  # pieces that are read ahead, and that wait to be written, while the disk is waited for
 
 Progress = Callable[[int, int], None]
 Note = Callable[[str], None]
@@ -117,8 +119,9 @@ def _run(works: Sequence["_Work"], part: "_Part", progress: Progress, note: Note
     progress(done, total)
     begin = part.done
     left, ends = steps[begin:], ends[begin:]
+    ahead = [QUEUE if _volume(work.box(step)) <= PIECE else 1 for work, step in left]
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        reading = [reader.submit(work.read, work.box(step)) for work, step in left[:1]]
+        reading: list[Future[Any]] = []
         writing: list[tuple[Future[None], int]] = []
 
         def written(left: int = 0) -> None:
@@ -129,12 +132,13 @@ def _run(works: Sequence["_Work"], part: "_Part", progress: Progress, note: Note
                 progress(there, total)
 
         for n, ((work, step), end) in enumerate(zip(left, ends, strict=True)):
-            data = reading.pop().result()
-            reading = [reader.submit(work.read, work.box(step)) for work, step in left[n + 1 : n + 2]]
+            for later, at in left[n + len(reading) : n + 1 + min(ahead[n : n + 2])]:
+                reading.append(reader.submit(later.read, later.box(at)))
+            data = reading.pop(0).result()
             if work.twice and step == len(work.boxes):
                 written()  # now all of it was looked at
             encoded = work.encoded(data, step, part.largest(work, step))
-            written(left=QUEUE if _volume(work.box(step)) <= PIECE else 0)
+            written(left=ahead[n] - 1)
             writing.append((writer.submit(part.write, begin + n, work, step, *encoded), end))
         written()
 
@@ -416,20 +420,52 @@ def _from_file(place: tuple[Path, int] | None, like: Any) -> Callable[[Box], Any
 
     def box_of(box: Box) -> np.ndarray:
         shape = [b - a for a, b in box]
-        raw = np.empty(_volume(box) * dtype.itemsize + 64, np.uint8)
-        data = raw[-raw.ctypes.data % 64 :][: raw.size - 64]  # where JAX takes it without a copy
         starts, length = _runs(like.shape, box)
-        length *= dtype.itemsize
         if len(starts) == 1 and length:
-            with open(path, "rb", buffering=0) as file:  # mapped pages would count as memory
-                at = first + starts[0] * dtype.itemsize
-                os.posix_fadvise(file.fileno(), at + length, length, os.POSIX_FADV_WILLNEED)  # what is wanted next
-                _read(file.fileno(), data, at, path)
-        elif length:
-            _copy(path, first, like.shape, box, data.view(bits).reshape(shape))
+            data = _run_of(path, first + starts[0] * dtype.itemsize, length * dtype.itemsize)
+        else:
+            data = _aligned(_volume(box) * dtype.itemsize, 64)
+            if data.size:
+                _copy(path, first, like.shape, box, data.view(bits).reshape(shape))
         return data.view(dtype).reshape(shape)
 
     return box_of
+
+
+def _aligned(size: int, step: int) -> np.ndarray:
+    """Bytes that begin at a multiple of `step`; of 64, JAX takes them without a copy."""
+    raw = np.empty(size + step, np.uint8)
+    return raw[-raw.ctypes.data % step :][:size]
+
+
+_own = threading.local()
+
+
+def _run_of(path: Path, at: int, length: int) -> np.ndarray:
+    """Bytes of a file: from the system's cache if they are there, and otherwise from the disk past it.
+
+    Through the cache each byte is copied once more, and on a virtual machine that may take longer than the disk does.
+    """
+    data = _aligned(length, 64)
+    with open(path, "rb", buffering=0) as file:
+        done = 0
+        with contextlib.suppress(OSError):  # not there, or the system cannot tell
+            done = os.preadv(file.fileno(), [data.data], at, os.RWF_NOWAIT)
+        if done < length:
+            first = at // _PAGE * _PAGE
+            size = -(-(at + length - first) // _PAGE) * _PAGE
+            if getattr(_own, "pages", np.empty(0)).size < size:
+                _own.pages = _aligned(size, _PAGE)  # new memory costs as much as to read into it
+            pages = _own.pages[:size]
+            with contextlib.suppress(OSError):  # not every file system can
+                direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                try:
+                    if os.preadv(direct, [pages.data], first) >= at + length - first:
+                        data[:], done = pages[at - first :][:length], length
+                finally:
+                    os.close(direct)
+        _read(file.fileno(), data[done:], at + done, path)
+    return data
 
 
 def _copy(path: Path, first: int, shape: Sequence[int], box: Box, into: np.ndarray) -> None:
