@@ -22,10 +22,10 @@ from lowbit.report import Report, Row
 from lowbit.tree import Plan, Rules, ordered_rules, plan, quantized, row
 
 from ._atomic import put_in_place, replaceable, written_aside
+from ._writing import check_is_file
 from .bitsandbytes import bitsandbytes_tensors, quantization_config
 from .gguf import GGUFField, GGUFFile, without_types
 from .gguf_writer import write_gguf
-from .safetensors import check_is_file
 from .source import LowbitDir, Tensors, is_stored
 from .stream import Note, Progress, streamed
 from .tensors import WEIGHTS, HuggingFaceDir

@@ -44,10 +44,12 @@ from lowbit.report import Row
 from lowbit.tree import Plan, naming, relative_error, row
 
 from ._atomic import replaceable
+from ._contents import DTYPES, volume, whole_box
 from ._maps import located, release
 from ._processes import Box
+from ._writing import Layout, index_parts
 from .gguf import GGUFFile
-from .safetensors import DTYPES, Layout, LowbitFile, index_parts
+from .safetensors import LowbitFile
 from .source import Tensors, is_stored
 
 PIECE = 1 << 21  # elements that are read and encoded at a time, if no scale covers more: they stay in the cache
@@ -85,7 +87,7 @@ def streamed(
     asked = [[work.name, repr(work.config)] for work in works]
     key = hashlib.sha256(json.dumps([PIECE, STRIPE, before, asked, repr(layout.ends({}))]).encode()).hexdigest()
     for work in works:
-        if (most := max(map(_volume, work.boxes))) > STRIPE:
+        if (most := max(map(volume, work.boxes))) > STRIPE:
             note(f"{most:,} numbers of {work.name} are in memory at a time: they share a scale, or are stored as one.")
     with _Part.locked(target, layout, works, key, note) as part:
         try:
@@ -119,7 +121,7 @@ def _run(works: Sequence["_Work"], part: "_Part", progress: Progress, note: Note
     progress(done, total)
     begin = part.done
     left, ends = steps[begin:], ends[begin:]
-    ahead = [QUEUE if _volume(work.box(step)) <= PIECE else 1 for work, step in left]
+    ahead = [QUEUE if volume(work.box(step)) <= PIECE else 1 for work, step in left]
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
         reading: list[Future[Any]] = []
         writing: list[tuple[Future[None], int]] = []
@@ -219,7 +221,7 @@ class _Work:
     def bytes_of(self, step: int) -> int:
         """How many bytes of the source a step is; half of them if it takes two steps."""
         size = math.prod(self.like.shape) * (1 + self.twice)
-        return self.nbytes * _volume(self.box(step)) // size if size else 0
+        return self.nbytes * volume(self.box(step)) // size if size else 0
 
     def encoded(self, data: Any, step: int, largest: np.ndarray | None) -> tuple[dict[str, Any], tuple[float, float]]:
         """The parts of a piece as they are stored, and the squares of what it lost and was."""
@@ -334,14 +336,6 @@ def _boxes(shape: Sequence[int], units: Sequence[int]) -> list[Box]:
     return list(itertools.product(*cuts))
 
 
-def _whole(shape: Sequence[int]) -> Box:
-    return tuple((0, n) for n in shape)
-
-
-def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
-
-
 def _runs(shape: Sequence[int], box: Box) -> tuple[list[int], int]:
     """Where the elements of a box lie in an array: the beginnings of the runs without a gap, and how long one is."""
     cut = [axis for axis, n in enumerate(shape) if box[axis] != (0, n)]
@@ -350,7 +344,7 @@ def _runs(shape: Sequence[int], box: Box) -> tuple[list[int], int]:
     for axis, (start, stop) in enumerate(box[: last + 1]):
         places = np.arange(start, start + 1 if axis == last else stop) * math.prod(shape[axis + 1 :])
         starts = starts[..., None] + places
-    return starts.ravel().tolist(), _volume(box[last:])
+    return starts.ravel().tolist(), volume(box[last:])
 
 
 def _reader(source: Tensors, name: str, keep: bool) -> tuple[Any, list[int], Callable[[Box], Any]]:
@@ -424,7 +418,7 @@ def _from_file(place: tuple[Path, int] | None, like: Any) -> Callable[[Box], Any
         if len(starts) == 1 and length:
             data = _run_of(path, first + starts[0] * dtype.itemsize, length * dtype.itemsize)
         else:
-            data = _aligned(_volume(box) * dtype.itemsize, 64)
+            data = _aligned(volume(box) * dtype.itemsize, 64)
             if data.size:
                 _copy(path, first, like.shape, box, data.view(bits).reshape(shape))
         return data.view(dtype).reshape(shape)
@@ -567,7 +561,7 @@ class _Part:
         self.squares[work.name] = before[0] + lost[0], before[1] + lost[1]
         self.since |= {work.name, *parts.values()}
         self.done += 1
-        self.unsynced += _volume(box)
+        self.unsynced += volume(box)
         if step == work.steps - 1:
             self.put_scales(work)
             for name in parts.values():
@@ -611,12 +605,12 @@ class _Part:
         """Write the scales that have waited for all of a tensor."""
         shape, parts, spans = work.like.shape, self.layout.parts[work.name], _part_spans(work.like)
         if work.twice:
-            scales = work.scale_of(self.waiting(work, "largest", _whole(shape)))
-            self.put(parts["scales"], _whole(shape), spans["scales"], scales)
+            scales = work.scale_of(self.waiting(work, "largest", whole_box(shape)))
+            self.put(parts["scales"], whole_box(shape), spans["scales"], scales)
         if work.waits:
             lost, size = self.squares[work.name]
             for index in np.ndindex(*shape[:-2]):
-                box = (*((i, i + 1) for i in index), *_whole(shape[-2:]))
+                box = (*((i, i + 1) for i in index), *whole_box(shape[-2:]))
                 coded, change = work.coded(*(self.waiting(work, field, box) for field in work.aside()))
                 for field, part in coded.items():
                     self.put(parts[field], box, spans[field], part)
