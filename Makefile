@@ -66,7 +66,8 @@ fuzz: $(VENV)/test
 
 # Files of 4 GB in less than 1 GB of memory, and 200 kills on the way.
 stream: $(VENV)/test
-	$(VENV)/bin/python benchmarks/stream.py --formats nf4,int8,ternary,binary --repeat 5
+	$(VENV)/bin/python benchmarks/stream.py --formats nf4,int8 --runs 1 --repeat 5
+	$(VENV)/bin/python benchmarks/stream.py --formats ternary,binary --gigabytes 1 --runs 1 --repeat 5
 	$(VENV)/bin/python tests/kill.py --kills 200
 
 # The examples of training in full: the language model of the demo, and models from scratch; minutes each.
