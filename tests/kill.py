@@ -3,7 +3,8 @@
 python tests/kill.py [--kills 200] [--seed 0] [--folder FOLDER]
 
 Every sixth time it is interrupted as by Ctrl-C rather than killed. Two sources take turns, so that the old file and the
-new one differ. Processes are forked before JAX has started, which saves each of them the imports.
+new one differ. Processes are forked before JAX has started, which saves each of them the imports, and share what
+is compiled.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import safetensors.numpy
 
@@ -84,6 +86,9 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp())
     target, log, moments = folder / "out", folder / "log", random.Random(args.seed)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     sources = [make(folder / f"in{i}", i) for i in range(2)]
     wanted = [whole(source, target, log) for source in sources]
     journal, times = folder / ".lowbit-out.journal", [time.monotonic()]

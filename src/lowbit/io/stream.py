@@ -84,7 +84,7 @@ def streamed(
     before = _identity(source.path)
     works = [_Work.planned(source, name, plans[name]) for name in source]
     layout = Layout(target, {work.name: work.like for work in works}, metadata)
-    asked = [[work.name, repr(work.config)] for work in works]
+    asked = [[work.name, repr(work.config), work.steps] for work in works]
     key = hashlib.sha256(json.dumps([PIECE, STRIPE, before, asked, repr(layout.ends({}))]).encode()).hexdigest()
     for work in works:
         if (most := max(map(volume, work.boxes))) > STRIPE:
