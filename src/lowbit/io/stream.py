@@ -595,7 +595,12 @@ class _Part:
         """What waits of a box of the array."""
         name = _waiting(work.name, field)
         tensor = self.tensors[name]
-        return _from_file((self.path, self.offsets[name]), tensor)(covered(box, work.spans()[field], tensor.shape))
+        there = covered(box, work.spans()[field], tensor.shape)
+        starts, length = _runs(tensor.shape, there)
+        found = np.empty((len(starts), length), tensor.dtype)
+        for run, start in zip(found, starts, strict=True):
+            _read(self.file, run.view(np.uint8), self.offsets[name] + start * tensor.dtype.itemsize, self.path)
+        return found.reshape([stop - start for start, stop in there])
 
     def largest(self, work: _Work, step: int) -> np.ndarray | None:
         """The largest numbers that the scales of a piece come from, once all were looked at."""
