@@ -10,7 +10,8 @@ JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot sanitize fuzz train-examples docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot sanitize fuzz stream train-examples \
+  docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -28,7 +29,7 @@ tests: $(VENV)/test
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
-  new_format qat qlora report tpu
+  new_format qat qlora report stream tpu
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
@@ -54,7 +55,7 @@ endif
 # What `tests` runs in part, to be short.
 IN_PART := transforms rules sharding frameworks demo new_format qat tpu
 # Everything slow goes here as it comes.
-test-all: test test-browser sanitize fuzz
+test-all: test test-browser sanitize fuzz stream
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(addprefix tests/test_,$(addsuffix .py,$(IN_PART)))
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
@@ -76,6 +77,12 @@ sanitize: $(VENV)/test
 # Changed files for every reader, 100,000 of them.
 fuzz: $(VENV)/test
 	$(VENV)/bin/python tests/fuzz.py --files 100000
+
+# Files of 4 GB in less than 1 GB of memory, and 200 kills on the way.
+stream: $(VENV)/test
+	$(VENV)/bin/python benchmarks/stream.py --formats nf4,int8 --runs 1 --repeat 5
+	$(VENV)/bin/python benchmarks/stream.py --formats ternary,binary --gigabytes 1 --runs 1 --repeat 5
+	$(VENV)/bin/python tests/kill.py --kills 200
 
 # The examples of training in full: the language model of the demo, and models from scratch; minutes each.
 train-examples: $(VENV)/test

@@ -1,6 +1,6 @@
 """The tables and the figure of the pages in docs, from benchmarks/results.
 
-python benchmarks/page.py [performance] [sharding] [training] [accelerators]
+python benchmarks/page.py [performance] [sharding] [streaming] [training] [accelerators]
 
 The figure needs matplotlib: pip install 'lowbit[plot]'
 """
@@ -111,7 +111,7 @@ def figure(name: str, shape: str, path: Path) -> None:
 
 
 def main() -> None:
-    for page in sys.argv[1:] or ("performance", "sharding", "training", "accelerators"):
+    for page in sys.argv[1:] or ("performance", "sharding", "streaming", "training", "accelerators"):
         write(DOCS / f"{page}.md")
 
 

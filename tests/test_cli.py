@@ -191,14 +191,15 @@ def test_every_mistake_is_one_line_and_changes_nothing(tiny: Path, tmp_path: Pat
     assert (tmp_path / "there").read_text() == "old"
 
 
+@pytest.mark.parametrize("to", ["safetensors", "gguf"])  # of files of ours a part is left, see test_stream
 @pytest.mark.parametrize("force", [False, True])
 def test_what_fails_on_the_way_leaves_the_old_file(
-    force: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    force: bool, to: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "model.safetensors"
     if force:
         target.write_text("old")
-    given = ("convert", tiny, target, *(["--force"] if force else []))
+    given = ("convert", tiny, target, "--to", to, *(["--force"] if force else []))
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -26,8 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import lowbit
 from lowbit import Array1B, Array8B, ArrayNF4, QuantizedArray
-from lowbit.io import _atomic
-from lowbit.io import safetensors as files
+from lowbit.io import _atomic, _contents, _writing
 from lowbit.io.safetensors import LowbitFile, is_lowbit_file, load, load_metadata, save
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -131,7 +130,7 @@ def test_a_layer_of_a_stack_is_saved_as_it_reads(tmp_path):
     np.testing.assert_array_equal(layer.materialize(), stack.materialize()[1])
 
 
-@pytest.mark.parametrize("dtype", files._DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", _contents.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 def test_every_dtype_comes_back(dtype, make, tmp_path):
     if make is jnp.asarray and jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -141,7 +140,7 @@ def test_every_dtype_comes_back(dtype, make, tmp_path):
     tree = [array, array[0, 0], array[:, :0], array[:3, 1:4], make(np.ones((), dtype))]
     path = saved(tmp_path, tree)
     assert_same(load(path), tree)
-    assert LowbitFile(path).type("0") == files._TYPES[np.asarray(array).dtype]
+    assert LowbitFile(path).type("0") == _contents.TYPES[np.asarray(array).dtype]
 
 
 def test_the_safetensors_package_reads_the_files(tmp_path):
@@ -251,7 +250,7 @@ def test_arrays_on_several_devices_are_gathered_and_laid_out_as_like_is(tmp_path
 
 def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
     tree = {"q": ArrayNF4.quantize(weights(64, 256), 64).T, "w": weights(8, 6), "wide": np.arange(8)}
-    path, taken, read = saved(tmp_path, tree), [], files._Tensor.read
+    path, taken, read = saved(tmp_path, tree), [], _contents.Tensor.read
 
     def counting(self: Any, wanted: Any) -> np.ndarray:
         taken.append(read(self, wanted).nbytes)
@@ -264,7 +263,7 @@ def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
         arrays = {"q": (rows, (256, 64), np.float32), "w": (given, (8, 6), np.float32), "wide": (rows, (8,), np.int64)}
         return {name: STRUCT(shape, dtype, sharding=sharding) for name, (sharding, shape, dtype) in arrays.items()}
 
-    monkeypatch.setattr(files._Tensor, "read", counting)
+    monkeypatch.setattr(_contents.Tensor, "read", counting)
     got = load(path, like(2, "x"))
     assert got["q"].sharding.spec == PartitionSpec("x", None)
     assert got["q"].codes.sharding.spec == PartitionSpec(None, "x")
@@ -529,7 +528,7 @@ def failing(*error: Any) -> Any:
 FAILURES = {
     "sync": (_atomic.os, "fsync", failing(OSError, 5, "Input/output error"), "Input/output error"),
     "rename": (_atomic.os, "replace", failing(PermissionError, 1, "Operation not permitted"), "not permitted"),
-    "directory": (files, "open", failing(PermissionError, 13, "Permission denied"), "Permission denied"),
+    "directory": (_writing, "open", failing(PermissionError, 13, "Permission denied"), "Permission denied"),
 }
 
 
@@ -571,7 +570,7 @@ def test_an_interrupt_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
             raise KeyboardInterrupt
         return checksum(data)
 
-    monkeypatch.setattr(files.zlib, "crc32", interrupted)
+    monkeypatch.setattr(_writing.zlib, "crc32", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(path, [weights(5), weights(6)])
     assert calls == [2, 2]  # there was a file beside it
@@ -801,7 +800,7 @@ def forged(
     end = 0
     for name, array in {**tensors, "lowbit.sha256": np.zeros(32, np.uint8)}.items():
         start, end = end, end + array.nbytes
-        kind = files._TYPES[array.dtype]
+        kind = _contents.TYPES[array.dtype]
         header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [start, end]}
     for name, changes in (entries or {}).items():
         header[name] = header.get(name, {}) | changes if isinstance(changes, dict) else changes
@@ -1035,7 +1034,7 @@ def test_values_that_would_fill_the_memory_are_refused_before_they_are_made(tmp_
 
 def test_a_header_that_is_too_large_is_neither_written_nor_read(tmp_path, monkeypatch):
     path = saved(tmp_path, [1, 2, 3])
-    monkeypatch.setattr(files, "_MOST_HEADER", 200)
+    monkeypatch.setattr(_contents, "_MOST_HEADER", 200)
     with pytest.raises(ValueError, match=r"a.safetensors is no safetensors file, or is cut off: its header would end"):
         load(path)
     with pytest.raises(ValueError, match=r"a.safetensors: its header has .* bytes, more than 200"):

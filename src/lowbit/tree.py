@@ -299,14 +299,19 @@ def quantized(path: str, leaf: Any, config: QuantizationConfig, scale: Any = Non
     with naming(path):
         stored = quantize(leaf, config, scale=scale)
     traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(stored))
-    return stored, None if traced else float(_relative_error(stored, leaf))
+    return stored, None if traced else relative_error(*map(float, squares(stored, leaf)))
 
 
 @jax.jit
-def _relative_error(stored: Any, array: jax.Array) -> jax.Array:
+def squares(stored: Any, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of the squares of what a stored array lost, and of the array that it was."""
     array = array.astype(jnp.float32)
-    lost, size = jnp.sum((materialize(stored) - array) ** 2), jnp.sum(array**2)
-    return jnp.sqrt(lost / jnp.where(size > 0, size, 1))
+    return jnp.sum((materialize(stored) - array) ** 2), jnp.sum(array**2)
+
+
+def relative_error(lost: float, size: float) -> float:
+    """The error of a row of the report, from `squares` or from their sums over pieces."""
+    return math.sqrt(lost / size) if size > 0 else math.sqrt(lost)
 
 
 def _with_progress(items: Sequence[T], doing: str) -> Iterator[T]:

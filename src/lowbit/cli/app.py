@@ -19,7 +19,7 @@ import typer
 from lowbit.formats import FORMATS
 from lowbit.tree import Rule
 
-from .progress import shown
+from .progress import counted, shown
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,7 +58,7 @@ def plain_errors() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
     except KeyboardInterrupt:
-        typer.echo("lowbit: interrupted; nothing was written.", err=True)
+        typer.echo("lowbit: interrupted; no file was replaced.", err=True)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, KeyError, OSError, ImportError, MemoryError) as error:
         typer.echo(f"lowbit: {_text(error)}", err=True)
@@ -89,7 +89,11 @@ def quantize(
     requantize: Requantize = False,
     as_json: Json = False,
 ) -> None:
-    """Quantize the weights of a file or a directory."""
+    """Quantize the weights of a file or a directory.
+
+    A file of lowbit is written piece by piece, in less than 1 GB of memory however large SRC is. What is interrupted
+    goes on where it was when the same command is given again. The other kinds of files are made in memory.
+    """
     with plain_errors():
         rules = [*map(_rule, rule or ()), Rule("*", _known(format))]
         _convert(source, target, rules, to, type, strict, force, requantize, as_json)
@@ -273,8 +277,7 @@ def _convert(
 
     file = open_tensors(source, strict=strict)
     check_target(source, target, force=force)
-    sizes = {name: file.nbytes(name) for name in file}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), counted(target.name) as progress:
         warnings.simplefilter("ignore", DequantizedWarning)  # told below, a line for each
         report = convert(
             file,
@@ -284,7 +287,8 @@ def _convert(
             type=type,
             requantize=requantize,
             strict=strict,
-            progress=lambda names: shown(names, target.name, sizes),
+            progress=progress,
+            note=lambda text: typer.echo(f"lowbit: {text}", err=True),
         )
     for name, reason in getattr(file, "dequantized", {}).items():
         typer.echo(f"lowbit: {name} was dequantized: {reason}.", err=True)

@@ -1,22 +1,37 @@
-"""A bar for long work: how much is done, how fast, and how long it will take. Quiet where there is no terminal."""
+"""Bars for long work: how much is done, how fast, and how long it will take. Quiet where there is no terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 
-def shown(names: Sequence[str], doing: str, sizes: Mapping[str, int] | None = None) -> Iterator[str]:
-    """The names one by one, with a bar on stderr that counts bytes by `sizes`, or names without."""
+def shown(names: Sequence[str], doing: str) -> Iterator[str]:
+    """The names one by one, with a bar on stderr that counts them."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield from names
         return
-    counted = (DownloadColumn(), TransferSpeedColumn()) if sizes else (TextColumn("{task.completed}/{task.total}"),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *counted, TimeRemainingColumn())
-    weights = [sizes[name] if sizes else 1 for name in names]
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(doing, total=sum(weights))
-        for name, weight in zip(names, weights, strict=True):
-            yield name
-            bar.advance(task, weight)
+    columns = (TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
+        yield from bar.track(names, description=doing)
+
+
+@contextmanager
+def counted(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """What to tell the bytes that are done and those that there are. The rate is that of this run alone."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
+        tasks = []
+
+        def tell(done: int, total: int) -> None:
+            if not tasks:
+                tasks.append(bar.add_task(doing, total=total, completed=done))
+            bar.update(tasks[0], completed=done)
+
+        yield tell

@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from lowbit import Report, quantize_tree, shardings
-from lowbit.io.convert import is_stored, plain_fields
+from lowbit.io.convert import plain_fields
 from lowbit.io.gguf import GGUFFile
-from lowbit.io.source import Tensors, open_tensors
+from lowbit.io.source import Tensors, is_stored, open_tensors
 from lowbit.runtime import implicit
 from lowbit.tree import Rules
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 WHOLE = 0
+_RUN = 64  # elements that are added at a time
 
 
 def span_of(spans: Sequence[int], axis: int) -> int:
@@ -54,6 +55,10 @@ def spread(x: jax.Array, spans: Sequence[int], shape: Sequence[int]) -> jax.Arra
     return x
 
 
+def _extended(x: jax.Array, axis: int, zeros: int) -> jax.Array:
+    return jnp.pad(x, [(0, zeros if i == axis else 0) for i in range(x.ndim)]) if zeros else x
+
+
 def _reduce(fn: Callable[..., jax.Array], x: jax.Array, spans: Sequence[int]) -> jax.Array:
     for axis in range(-len(spans), 0):
         span = spans[axis]
@@ -62,8 +67,7 @@ def _reduce(fn: Callable[..., jax.Array], x: jax.Array, spans: Sequence[int]) ->
         elif span > 1:
             at, length = x.ndim + axis, x.shape[axis]
             short = -length % span
-            if short:
-                x = jnp.pad(x, [(0, short if i == at else 0) for i in range(x.ndim)])
+            x = _extended(x, at, short)
             x = fn(x.reshape(*x.shape[:at], (length + short) // span, span, *x.shape[at + 1 :]), axis=at + 1)
     return x
 
@@ -75,7 +79,32 @@ def block_max(x: jax.Array, spans: Sequence[int]) -> jax.Array:
 
 
 def block_sum(x: jax.Array, spans: Sequence[int]) -> jax.Array:
-    return _reduce(jnp.sum, x, spans)
+    """The sum of each block, to the bit the same however the other axes are cut."""
+    return _reduce(ordered_sum, x, spans)
+
+
+def ordered_sum(x: jax.Array, axis: int, *, keepdims: bool = False) -> jax.Array:
+    """The sum along an axis, of two neighbours at a time: the compiler would choose an order for each shape.
+
+    Along the last axis the neighbours are runs, which are as fast as rows. Products in `x` must not be of two
+    unknowns, since one more choice of the compiler is to add without rounding them first.
+    """
+    at = axis % x.ndim
+    if jax.typeof(x).sharding.spec[at] is not None:  # an explicit mesh cuts it: each device adds its own first
+        return jnp.sum(x, axis=at, keepdims=keepdims)
+    lead, n, tail = x.shape[:at], x.shape[at], x.shape[at + 1 :]
+    run = 1 if tail else _RUN
+    while n > run:
+        half = -(-n // (2 * run))
+        x = _extended(x, at, 2 * run * half - n).reshape(*lead, half, 2, run, *tail)
+        x = (lax.index_in_dim(x, 0, at + 1, False) + lax.index_in_dim(x, 1, at + 1, False)).reshape(
+            *lead, n := half * run, *tail
+        )
+    while n > 1:
+        half = -(-n // 2)
+        x = axis_slice(x, at, 0, half) + _extended(axis_slice(x, at, half, n), at, 2 * half - n)
+        n = half
+    return x if keepdims and n else jnp.sum(x, axis=at, keepdims=keepdims)  # of one, or of none
 
 
 def block_count(shape: Sequence[int], spans: Sequence[int]) -> np.ndarray:
@@ -88,6 +117,15 @@ def block_count(shape: Sequence[int], spans: Sequence[int]) -> np.ndarray:
         if span > 1:
             count = count * sizes.reshape([-1 if i == axis else 1 for i in range(-len(shape), 0)])
     return count
+
+
+def covered(box: Sequence[tuple[int, int]], spans: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where the elements of a part of some spans and shape begin and end that cover a box of the array."""
+    covers = [span_of(spans, axis) for axis in range(-len(box), 0)]
+    return tuple(
+        (0, n) if span == WHOLE else (start // span, -(-stop // span))
+        for (start, stop), span, n in zip(box, covers, shape, strict=True)
+    )
 
 
 def pack(codes: jax.Array, per_byte: int) -> jax.Array:

@@ -98,6 +98,10 @@ class QuantizedArray(ImplicitArray):
             return self
         return self.replace(scales=self.scale_values(), **dict.fromkeys(self.scale_parts))
 
+    def with_coded_scales(self) -> Self:
+        """The same array with its scales stored in `scale_parts`, where a format has them. Reads the scales alone."""
+        raise NotImplementedError
+
     # --- making one
 
     def __init__(self, *parts: Any, **given: Any):
@@ -569,6 +573,7 @@ class Format:
     - `blocked`: whether it always has blocks; otherwise a scale covers the axis if no block is asked for.
     - `options`: what else `quantize` takes of a `QuantizationConfig`.
     - `top`: the largest level. Only of formats whose `quantize` takes `scale=`, the scales to round by.
+    - `scale_of_max`: the scales from the largest |w| that they cover, for formats whose scales need no other number.
     """
 
     name: str
@@ -578,6 +583,7 @@ class Format:
     blocked: bool = True
     options: frozenset[str] = frozenset()
     top: float | None = None
+    scale_of_max: Callable[[jax.Array], jax.Array] | None = None
 
 
 FORMATS: dict[str, Format] = {}

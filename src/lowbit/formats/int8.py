@@ -76,9 +76,13 @@ def _encode(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = 
     return encode(_by_jax, array, spans, "int8")
 
 
+def _scale_of_max(largest: jax.Array) -> jax.Array:
+    return finite_or_nan(largest / 127)
+
+
 def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    scales = finite_or_nan(block_max(array, spans) / 127)
+    scales = _scale_of_max(block_max(array, spans))
     scales = scales if scale is None else jnp.where(jnp.isnan(scales), jnp.nan, scale)
     # Also where the scale is 0, which the division must not meet, or NaN, which has no int8.
     usable = jnp.where(scales > 0, scales, jnp.inf)
@@ -86,4 +90,6 @@ def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = 
     return jnp.clip(jnp.nan_to_num(codes), -127, 127).astype(jnp.int8), scales
 
 
-INT8 = register_format(Format("int8", Array8B.quantize, error=0.0087, bits=8.0, blocked=False, top=127))
+INT8 = register_format(
+    Format("int8", Array8B.quantize, error=0.0087, bits=8.0, blocked=False, top=127, scale_of_max=_scale_of_max)
+)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from lowbit.ops.encode import encode
 
-from ._blocks import WHOLE, block_max, pack, spread
+from ._blocks import WHOLE, block_max, ordered_sum, pack, spread
 from ._quantized import (
     Format,
     QuantizedArray,
@@ -115,6 +115,9 @@ class ArrayNF4(QuantizedArray):
             )
         return self.scales, self.group_absmax, self.offset, jnp.asarray(dynamic_map())
 
+    def with_coded_scales(self) -> Self:
+        return self.replace(**_encode_scales(self.scales))
+
     def levels(self, *codes: jax.Array) -> jax.Array:
         return _choose(codes[0], LEVELS)
 
@@ -199,7 +202,7 @@ def _encode_scales(scales: jax.Array) -> dict[str, jax.Array]:
     finite = jnp.isfinite(flat)
     # Of the finite ones, so that a NaN spoils its own group only.
     count = jnp.maximum(finite.sum(-1, keepdims=True), 1).astype(jnp.float32)
-    offset = jnp.where(finite, flat, 0).sum(-1, keepdims=True) / count
+    offset = ordered_sum(jnp.where(finite, flat, 0), -1, keepdims=True) / count
     groups = jnp.pad(flat - offset, [(0, 0)] * len(lead) + [(0, -flat.shape[-1] % GROUP)])
     groups = groups.reshape(*lead, groups.shape[-1] // GROUP, GROUP)
     top = finite_or_nan(jnp.squeeze(block_max(groups, (WHOLE,)), -1))

@@ -160,7 +160,8 @@ def _encode(
             limit = 0.5 * block_sum(size, spans) / count
         elif threshold is None:
             mean = spread(block_sum(array, spans) / count, spans, array.shape)
-            limit = 0.5 * jnp.sqrt(block_sum((array - mean) ** 2, spans) / count)
+            # The maximum keeps the squares from being added unrounded (see `ordered_sum`).
+            limit = 0.5 * jnp.sqrt(block_sum(jnp.maximum((array - mean) ** 2, 0), spans) / count)
         else:
             limit = threshold / unit
         nonzero = size > spread(limit, spans, array.shape)

@@ -8,6 +8,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
+def replaceable(path: str | os.PathLike[str]) -> Path:
+    """Where a link leads, so that the link stays one."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device; the system itself refuses a directory
+        raise ValueError(f"{path} is no file that can be replaced.")
+    return path
+
+
 @contextmanager
 def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path to write to, which takes the place of `path` when the block ends, and is gone if it fails.
@@ -19,20 +27,23 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
     >>> path.read_text(), os.listdir(path.parent)
     ('whole', ['a.txt'])
     """
-    path = Path(os.path.realpath(path))  # where a link leads, so that the link stays one
-    if path.exists() and not path.is_file() and not path.is_dir():  # a device; the system itself refuses a directory
-        raise ValueError(f"{path} is no file that can be replaced.")
+    path = replaceable(path)
     # In the same directory, since a file is renamed in one step only where it lies.
     aside = path.parent / f".lowbit-{secrets.token_hex(8)}.part"
     try:
         yield aside
-        _synced(aside, os.O_RDWR)
-        if path.exists():
-            shutil.copymode(path, aside)
-        os.replace(aside, path)
+        put_in_place(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def put_in_place(aside: Path, path: Path) -> None:
+    """Have a file on the disk, whole, and then under the name of another, which it replaces in one step."""
+    _synced(aside, os.O_RDWR)
+    if path.exists():
+        shutil.copymode(path, aside)
+    os.replace(aside, path)
     # The name too should outlive a crash. Where a directory cannot be synced, the file is whole all the same.
     with suppress(OSError):
         _synced(path.parent, os.O_RDONLY)

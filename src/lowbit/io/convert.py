@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,28 +17,25 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from lowbit.axes import axes_by_name
-from lowbit.formats import FORMATS, QuantizedArray
+from lowbit.formats import QuantizedArray
 from lowbit.report import Report, Row
 from lowbit.tree import Plan, Rules, ordered_rules, plan, quantized, row
 
-from ._atomic import written_aside
+from ._atomic import put_in_place, replaceable, written_aside
+from ._writing import check_is_file
 from .bitsandbytes import bitsandbytes_tensors, quantization_config
 from .gguf import GGUFField, GGUFFile, without_types
 from .gguf_writer import write_gguf
-from .safetensors import save
-from .source import LowbitDir, Tensors
-from .tensors import HuggingFaceDir
+from .source import LowbitDir, Tensors, is_stored
+from .stream import Note, Progress, streamed
+from .tensors import WEIGHTS, HuggingFaceDir
 
 # What can be written: our own files, bitsandbytes' layout of NF4, dense safetensors, GGUF.
 TARGETS = ("lowbit", "bitsandbytes", "safetensors", "gguf")
-# Types of other files that are arrays of ours, bit for bit.
-_KEPT = ("Q8_0", "TQ2_0")
 _FILE_TYPES = {"F16": 1, "Q8_0": 7}  # what llama.cpp calls a file by most of its tensors
 # Types that read as another dtype than float32.
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_}
 _DTYPES |= {f"{letter}{8 * n}": f"{letter.lower()}{n}" for letter in "IU" for n in (1, 2, 4, 8)}
-
-Progress = Callable[[Sequence[str]], Iterable[str]]
 
 
 def target_of(path: Path) -> str:
@@ -84,14 +81,9 @@ def plans_for(
     return found, unmatched
 
 
-def is_stored(kind: str) -> bool:
-    """Whether a type of tensor is an array of ours."""
-    return kind in FORMATS or kind in _KEPT
-
-
-def transformed(source: Tensors, plans: dict[str, Plan], names: Iterable[str]) -> Iterator[tuple[str, Any, Row]]:
-    """Each tensor as planned, with its row of the report."""
-    for name in names:
+def transformed(source: Tensors, plans: dict[str, Plan]) -> Iterator[tuple[str, Any, Row]]:
+    """Each tensor as planned, whole, with its row of the report."""
+    for name in source:
         planned = plans[name]
         error = None
         if planned.config is None:
@@ -112,7 +104,8 @@ def convert(
     type: str = "F16",
     requantize: bool = False,
     strict: bool = False,
-    progress: Progress = lambda names: names,
+    progress: Progress = lambda done, total: None,
+    note: Note = lambda text: None,
 ) -> Report:
     """Write the tensors of a file or a directory to another, with what belongs to them; a report on each.
 
@@ -120,32 +113,54 @@ def convert(
     - `to`: one of `TARGETS`; default GGUF for a name that ends in .gguf, else a file of ours.
     - `type`: of the matrices in a GGUF file, F16 or Q8_0.
     - `requantize`: let a layout that cannot hold an array as it is have it quantized again.
+    - `progress`: told the bytes of the source that are done, and those that there are.
+    - `note`: told in a sentence that earlier work goes on, or does not.
 
-    A directory becomes a directory: its other files are copied.
+    A directory becomes a directory: its other files are copied. Files of ours are written piece by piece, and go on
+    where they were if that is interrupted; other kinds are made in memory.
     """
     to = to or target_of(target)
     if to not in TARGETS:
         raise ValueError(f"Unknown kind of file {to!r}: it must be one of {', '.join(TARGETS)}.")
     _check_method(source)
     plans, unmatched = plans_for(source, rules, strict=strict, linear_only=to == "bitsandbytes")
-    rows: list[Row] = []
+    is_directory = isinstance(source, HuggingFaceDir | LowbitDir)
+    if to == "lowbit":
+        if not is_directory:
+            check_is_file(target)
+        metadata = {} if is_directory else _metadata(source)
+        with streamed(source, plans, target, metadata=metadata, progress=progress, note=note) as (part, rows):
+            if is_directory:
+                with _directory_aside(target) as folder:
+                    _copy_others(source, folder)
+                    os.replace(part, folder / WEIGHTS)
+            else:
+                put_in_place(part, replaceable(target))
+        return Report(tuple(rows), unmatched)
+    rows = []
 
     def tensors() -> Iterator[tuple[str, Any]]:
-        for name, array, found in transformed(source, plans, progress(list(source))):
+        done, total = 0, sum(map(source.nbytes, source))
+        for name, array, found in transformed(source, plans):
             rows.append(found)
             yield name, array
+            progress(done := done + found.before, total)
 
-    if isinstance(source, HuggingFaceDir | LowbitDir):
+    if is_directory:
         _write_directory(source, target, to, tensors(), requantize)
     elif to == "gguf":
         kind = checked_type(type)
         fields = {**_gguf_fields(source), "general.file_type": GGUFField("UINT32", _FILE_TYPES[kind])}
         write_gguf(target, dict(tensors()), fields, type=kind)
-    elif to == "lowbit":
-        save(target, dict(tensors()), metadata=_metadata(source))
     else:
         _write_safetensors(target, _other_layout(to, tensors(), requantize))
     return Report(tuple(rows), unmatched)
+
+
+def _copy_others(source: HuggingFaceDir | LowbitDir, folder: Path) -> None:
+    for file in source.other_files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.path / file, folder / file)
 
 
 def _write_directory(
@@ -154,15 +169,9 @@ def _write_directory(
     if to == "gguf":
         raise ValueError(f"{source.path} is a directory, which cannot become a GGUF file: its fields are not there.")
     with _directory_aside(target) as folder:
-        for file in source.other_files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.path / file, folder / file)
-        weights = folder / "model.safetensors"
-        if to == "lowbit":
-            save(weights, dict(tensors), metadata={})
-            return
+        _copy_others(source, folder)
         stored = _other_layout(to, tensors, requantize)
-        _write_safetensors(weights, stored)
+        _write_safetensors(folder / WEIGHTS, stored)
         if to == "bitsandbytes":
             config = dict(source.metadata.get("config") or {})
             nested = any(name.endswith(".nested_absmax") for name in stored)

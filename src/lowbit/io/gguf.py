@@ -23,6 +23,7 @@ import numpy as np
 from lowbit.formats import Array1B, Array8B, QuantizedArray
 
 from ._checks import can_be_a_shape
+from ._maps import mapped
 
 # The types of metadata values by their numbers in the GGUF specification (ggml/docs/gguf.md), and the numbers among
 # them as `struct` and numpy both write them.
@@ -89,7 +90,7 @@ class GGUFFile:
         self.path = Path(path)
         if self.path.stat().st_size == 0:
             raise ValueError(f"{self.path} is no GGUF file: it is empty.")
-        self._data = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
+        self._data = mapped(self.path)
         self.fields, self._tensors = _Header(self.path, self._data, self._gguf).read()
         self.metadata = {key: without_types(field) for key, field in self.fields.items()}
 
@@ -127,8 +128,13 @@ class GGUFFile:
         tensor = self._tensor(name)
         if tensor.type.name in _DTYPES:
             return self._plain(tensor).astype(dtype, copy=False)
+        return self.values(name, 0, math.prod(tensor.shape), dtype).reshape(tensor.shape)
+
+    def values(self, name: str, start: int, stop: int, dtype: Any = np.float32) -> np.ndarray:
+        """Some rows of a tensor that has to be decoded, from one element to another of all in a row."""
+        tensor = self._tensor(name)
         block, size = self._gguf.GGML_QUANT_SIZES[tensor.type]
-        stored, out = self._bytes(tensor), np.empty(math.prod(tensor.shape), dtype)
+        stored, out = self._bytes(tensor)[start // block * size : stop // block * size], np.empty(stop - start, dtype)
         step = max(1, _CHUNK // block)
         for first in range(0, out.size // block, step):
             chunk = stored[first * size : (first + step) * size]
@@ -141,7 +147,7 @@ class GGUFFile:
                     "cannot decode. Convert the file to another type, or install a newer gguf."
                 ) from None
             out[first * block : (first + step) * block] = values
-        return out.reshape(tensor.shape)
+        return out
 
     def array(self, name: str) -> QuantizedArray | np.ndarray:
         """A tensor as it is stored, if there is an array for its type, and never quantized again.

@@ -8,11 +8,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lowbit.formats import QuantizedArray
+from lowbit.formats import FORMATS, QuantizedArray
 
 from .gguf import GGUFFile
 from .safetensors import LowbitFile, is_lowbit_file
 from .tensors import WEIGHTS, HuggingFaceDir, SafetensorsFile, other_files
+
+# Types of other files that are arrays of ours, bit for bit.
+_KEPT = ("Q8_0", "TQ2_0")
 
 
 class Tensors(Protocol):
@@ -61,6 +64,11 @@ class LowbitDir(LowbitFile):
                 self.metadata = {**self.metadata, "config": json.loads(config.read_bytes())}
             except ValueError as error:
                 raise ValueError(f"{config} is no JSON: {error}.") from None
+
+
+def is_stored(kind: str) -> bool:
+    """Whether a type of tensor is an array of ours."""
+    return kind in FORMATS or kind in _KEPT
 
 
 def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Tensors:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from lowbit.formats import QuantizedArray
 
 from ._checks import are_counts, bad_tensor, can_be_a_shape, checked_field, checked_json
+from ._maps import mapped
 from .bitsandbytes import DequantizedWarning, SavedNF4, saved_parts
 
 _DTYPES = {
@@ -272,7 +273,7 @@ class _Shard:
                 self.metadata: dict[str, Any] = opened.metadata() or {}
         except SafetensorError as error:
             raise bad(f"is refused by the safetensors package ({error})") from None
-        self._data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        self._data = mapped(path)
 
     def view(self, name: str) -> np.ndarray:
         entry = self.entries[name]

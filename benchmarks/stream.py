@@ -1,0 +1,181 @@
+"""How fast and in how much memory `lowbit quantize` works through a file that need not fit into memory.
+
+python benchmarks/stream.py [--gigabytes 4] [--folder DIR] [--formats nf4,int8] [--runs 2] [--save NAME]
+
+- `tensors`: many of 8 million weights, one, or one whose scales lie along its columns (as those of a JAX kernel do).
+- `disk`: the source's bytes by the seconds that it takes to read them, not cached, and to write those of the result.
+- `encode`: how fast arrays of the size of a piece are quantized when they are in memory already.
+- `stream`: the same for the whole work, from the opened source to the result in its place.
+- `share`: of the slower of disk and encode, which the work cannot beat.
+- `cores`: how many the work had, of those that others left it.
+- `command`: the seconds of the command as typed, with the imports and compilations of its start.
+- `peak`: the most memory that the command had (what `ru_maxrss` counts), mapped pages included. Over 1 GB is an error.
+
+Disk and stream take turns, and the best of their runs count. The files have random numbers and are removed.
+"""
+
+import itertools
+import json
+import math
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import measure
+import numpy as np
+
+import lowbit
+from lowbit.io import stream
+
+SIZES = {"F32": 4, "F16": 2, "BF16": 2}
+DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+LIMIT = 1e9
+# Its own peak: ru_maxrss of a child has that of the process which started it.
+PEAK = """
+import atexit
+from pathlib import Path
+atexit.register(lambda: print("peak", Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]))
+"""
+COMMAND = """
+from lowbit.cli import main
+main()
+"""
+# What the command runs, with a clock.
+TIMED = """
+import sys, time
+from pathlib import Path
+from lowbit.io.convert import convert
+from lowbit.io.source import open_tensors
+source, start, used = open_tensors(sys.argv[1]), time.perf_counter(), time.process_time()
+convert(source, Path(sys.argv[2]), rules=sys.argv[3])
+taken = time.perf_counter() - start
+print("seconds", taken)
+print("cores", (time.process_time() - used) / taken)
+"""
+
+
+def make(path: Path, size: int, dtype: str, one: bool) -> int:
+    """A safetensors file of about so many bytes, written in pieces; how many bytes its tensors have."""
+    columns, row = (1 << 14, SIZES[dtype] << 14) if one else (4096, SIZES[dtype] << 12)
+    rows = size // row // 64 * 64 if one else 2048
+    count = 1 if one else max(size // (rows * row), 1)
+    header = {
+        f"layers.{i}.weight": {
+            "dtype": dtype,
+            "shape": [rows, columns],
+            "data_offsets": [i * rows * row, (i + 1) * rows * row],
+        }
+        for i in range(count)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    numbers = jax.random.normal(jax.random.key(0), (1 << 22,), DTYPES[dtype])
+    data, left = np.asarray(numbers).tobytes(), count * rows * row
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        while left:
+            left -= file.write(data[:left])
+        os.fsync(file.fileno())
+    return count * rows * row
+
+
+def along_columns(path: Path) -> None:
+    """Call the weights of a file kernels, which have the other axis first."""
+    with path.open("r+b") as file:
+        header = file.read(8 + int.from_bytes(file.read(8), "little"))[:-8]
+        file.seek(8)
+        file.write(header.replace(b".weight", b".kernel"))
+
+
+def forget(path: Path) -> None:
+    """Have the system no longer keep a file in memory."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def disk(path: Path, result: int, folder: Path) -> float:
+    """Seconds to read a file and to write another."""
+    forget(path)
+    buffer = np.frombuffer(mmap.mmap(-1, 8 << 20), np.uint8)
+    start = time.perf_counter()
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)  # past the cache, which would take more of a core than the disk
+    at = 0
+    while count := os.preadv(file, [buffer.data], at):
+        at += count
+    os.close(file)
+    with (folder / "disk").open("wb", buffering=0) as file:
+        while result > 0:
+            result -= file.write(buffer[:result].data)
+        os.fsync(file.fileno())
+    (folder / "disk").unlink()
+    return time.perf_counter() - start
+
+
+def encode(dtype: str, format: str, axis: int, repeat: int) -> float:
+    """Seconds for a byte."""
+    w = jax.random.normal(jax.random.key(0), (stream.PIECE >> 12, 1 << 12), DTYPES[dtype])
+    config = lowbit.QuantizationConfig(format, axis=axis)
+    compiled = jax.jit(partial(lowbit.quantize, config=config)).lower(w).compile()
+    return measure.least({"": [partial(compiled, w)]}, repeat)[""] / w.nbytes
+
+
+def run(code: str, *args: str | Path) -> tuple[float, dict[str, float]]:
+    """Seconds of a program, and what it told of itself."""
+    start = time.perf_counter()
+    result = subprocess.run((sys.executable, "-c", PEAK + code, *args), stdout=subprocess.PIPE, text=True, check=True)
+    seconds = time.perf_counter() - start
+    told = dict(line.split() for line in result.stdout.splitlines() if line.startswith(("peak ", "seconds ", "cores ")))
+    return seconds, {name: float(value) for name, value in told.items()}
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--gigabytes", type=float, default=4)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--formats", default="nf4,int8")
+    parser.add_argument("--runs", type=int, default=2)
+    args = parser.parse_args()
+    columns = ["tensors", "dtype", "format", "GB", "disk GB/s", "encode GB/s", "stream GB/s", "share", "cores"]
+    report = measure.Report(args, [*columns, "command s", "peak MB"])
+    most = 0.0
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        source, target = folder / "in.safetensors", folder / "out.safetensors"
+        size = 0
+        for dtype, tensors in itertools.product(SIZES, ("many", "one", "columns")):
+            if tensors == "columns":
+                along_columns(source)
+            else:
+                size = make(source, int(args.gigabytes * 1e9), dtype, tensors == "one")
+            for format in args.formats.split(","):
+                forget(source)
+                taken, told = run(COMMAND, "quantize", source, target, "--format", format, "--force")
+                peak = told["peak"] * 1024
+                best_disk = best = cores = math.inf
+                for _ in range(args.runs):
+                    best_disk = min(best_disk, disk(source, target.stat().st_size, folder))
+                    forget(source)
+                    _, told = run(TIMED, source, target, format)
+                    (best, cores), peak = (
+                        min((best, cores), (told["seconds"], told["cores"])),
+                        max(peak, told["peak"] * 1024),
+                    )
+                rates = [size / best_disk, 1 / encode(dtype, format, -2 if tensors == "columns" else -1, args.repeat)]
+                shown = [r / 1e9 for r in (*rates, size / best)]
+                case = (tensors, dtype, format, size / 1e9)
+                report.row(*case, *shown, size / best / min(rates), cores, taken, peak / 1e6)
+                most = max(most, peak)
+    report.save()
+    if most > LIMIT:
+        raise SystemExit(f"The most memory was {most / 1e6:.0f} MB, and it must stay under {LIMIT / 1e6:.0f}.")
+
+
+if __name__ == "__main__":
+    main()
