@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 # Runtime, formats and rules are tested on the oldest supported JAX too.
 OLDEST := .venv-oldest
+# Compilers for NVIDIA GPUs, from pip.
+GPU := .venv-gpu
 PIP := -m pip install -q --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all test-browser sanitize fuzz train-examples docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all test-browser test-gpu-aot sanitize fuzz train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -50,6 +52,10 @@ test-browser: $(VENV)/test
 	command -v $(CHROMIUM) || { apt-get update -q && apt-get install -qy --no-install-recommends chromium; } || { \
 	  echo "make test-browser needs Chromium: '$(CHROMIUM)' is not here, and apt-get could not install it." >&2; exit 1; }
 	CHROMIUM=$(CHROMIUM) $(VENV)/bin/python -m pytest tests/browser.py
+
+# The GPU kernel compiled in full for A100 and H100. It needs no GPU and takes no CUDA of the machine; 5 minutes.
+test-gpu-aot: $(GPU)/test
+	PYTHONPATH=src LOWBIT_NATIVE=0 $(GPU)/bin/python tests/gpu_aot.py
 
 # The kernel tests on a library that checks every address and every undefined step.
 sanitize: $(VENV)/test
@@ -103,5 +109,11 @@ $(OLDEST)/test: dist/built
 	$(OLDEST)/bin/python $(PIP) --no-deps --force-reinstall $$wheel
 	touch $@
 
+$(GPU)/test: constraints.txt
+	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python $(PIP) jax==0.10.2 jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 \
+	  nvidia-cuda-nvcc nvidia-nvvm safetensors
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) dist build
+	rm -rf $(VENV) $(OLDEST) $(GPU) dist build

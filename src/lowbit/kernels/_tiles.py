@@ -24,9 +24,14 @@ def layer_numbers(w: QuantizedArray) -> jax.Array:
 
 
 def planes(w: QuantizedArray, codes: jax.Array) -> list[jax.Array]:
-    """The levels of a tile of codes, plane by plane. Bytes are widened first: tiles have no arithmetic in 8 bits."""
-    per_byte = w.packing["codes"]
+    """The levels of a tile of codes, plane by plane."""
+    return [w.levels(plane) for plane in code_planes(w, codes)]
+
+
+def code_planes(w: QuantizedArray, codes: jax.Array) -> list[jax.Array]:
+    """The codes themselves. Bytes are widened first: tiles have no arithmetic in 8 bits."""
+    per_byte, codes = w.packing["codes"], codes.astype(jnp.int32)
     if per_byte == 1:
-        return [w.levels(codes.astype(jnp.int32))]
-    bits, codes = 8 // per_byte, codes.astype(jnp.int32)
-    return [w.levels(codes >> (8 - bits * (j + 1)) & (1 << bits) - 1) for j in range(per_byte)]
+        return [codes]
+    bits = 8 // per_byte
+    return [codes >> (8 - bits * (j + 1)) & (1 << bits) - 1 for j in range(per_byte)]
