@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import Layout, layouts, more_layouts
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -186,8 +187,8 @@ def test_a_layer_of_a_stack_is_not_copied() -> None:
 
 def test_export_names_the_call_and_serves_several_platforms() -> None:
     x, q = normal(0, 4, 64), Layout("int8", -2, None).quantize(normal(1, 64, 32))
-    safe = [jax.export.DisabledSafetyCheck.custom_call(CALL)]
-    product = jax.export.export(jax.jit(lambda x, q: x @ q), platforms=["cuda"], disabled_checks=safe)
+    safe = [export.DisabledSafetyCheck.custom_call(CALL)]
+    product = export.export(jax.jit(lambda x, q: x @ q), platforms=["cuda"], disabled_checks=safe)
     assert f"@{CALL}" in product(x, *[q]).mlir_module()
     text = jax.jit(lambda x, q: x @ q).trace(x, q).lower(lowering_platforms=("cpu", "cuda")).as_text()
     assert f"@{CALL}" in text
