@@ -5,13 +5,15 @@ VENV := .venv
 OLDEST := .venv-oldest
 # The compiler of TPU, which needs no chip.
 TPU := .venv-tpu
+# Compilers for NVIDIA GPUs, from pip.
+GPU := .venv-gpu
 PIP := -m pip install -q --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
-.PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot sanitize fuzz stream train-examples \
-  docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot test-gpu-aot sanitize fuzz stream \
+  train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -55,7 +57,7 @@ endif
 # What `tests` runs in part, to be short.
 IN_PART := transforms rules sharding frameworks demo new_format qat tpu
 # Everything slow goes here as it comes.
-test-all: test test-browser sanitize fuzz stream
+test-all: test test-browser test-gpu-aot sanitize fuzz stream
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(addprefix tests/test_,$(addsuffix .py,$(IN_PART)))
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
 
@@ -65,6 +67,10 @@ test-browser: $(VENV)/test
 	command -v $(CHROMIUM) || { apt-get update -q && apt-get install -qy --no-install-recommends chromium; } || { \
 	  echo "make test-browser needs Chromium: '$(CHROMIUM)' is not here, and apt-get could not install it." >&2; exit 1; }
 	CHROMIUM=$(CHROMIUM) $(VENV)/bin/python -m pytest tests/browser.py
+
+# The GPU kernel compiled in full for A100 and H100. It needs no GPU and takes no CUDA of the machine; 5 minutes.
+test-gpu-aot: $(GPU)/test
+	PYTHONPATH=src LOWBIT_NATIVE=0 $(GPU)/bin/python tests/gpu_aot.py
 
 # The kernel tests on a library that checks every address and every undefined step.
 sanitize: $(VENV)/test
@@ -129,5 +135,11 @@ $(TPU)/test: Makefile
 	$(TPU)/bin/python $(PIP) "jax[tpu]==0.10.2" pytest pytest-xdist
 	touch $@
 
+$(GPU)/test: constraints.txt
+	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python $(PIP) jax==0.10.2 jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 \
+	  nvidia-cuda-nvcc nvidia-nvvm safetensors
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(TPU) dist build
+	rm -rf $(VENV) $(OLDEST) $(TPU) $(GPU) dist build

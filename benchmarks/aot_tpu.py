@@ -25,6 +25,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from measure import Report  # noqa: E402
 
 from lowbit import FORMATS  # noqa: E402
 from lowbit.kernels import tpu  # noqa: E402
@@ -36,23 +37,29 @@ CHIPS = {
     "v6e": ("v6e:2x2", 1640),
     "tpu7x": ("tpu7x:2x2x1", 3690),
 }
-COLUMNS = ["VMEM MB", "bundles", "in loop", "per 1024 weights", "spills"]
+COLUMNS = ["VMEM MB", "bundles", "in loop", "per 1024 weights", "spills", "moved MB", "of the least", "roofline us"]
+SHAPES = ((4096, 4096), (4096, 11008))
+ROWS = (1, 16, 256)
 
 
-def kernels(shapes: Any, rows: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """What each kernel is called, and its operands as shapes."""
+def run(args: Any) -> None:
+    report = Report(args, ["chip", "shape", "kernel", "M", *COLUMNS])
+    for chip in CHIPS:
+        for names, operands in kernels(SHAPES, ROWS):
+            found = measure(chip, *operands)
+            report.row(chip, *names, *(found[column] for column in COLUMNS))
+    report.save()
+
+
+def kernels(shapes: Any, rows: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Shape, name and rows of each kernel, and its operands as shapes."""
     for (k, n), format, contract, m, dtype in itertools.product(
         shapes, FORMATS, (-2, -1), rows, (jnp.bfloat16, jnp.float32)
     ):
         dense = jax.ShapeDtypeStruct((k, n) if contract == -2 else (n, k), dtype)
         w = jax.eval_shape(lambda w, f=format, c=contract: FORMATS[f].quantize(w, axis=c), dense)
-        names = {
-            "k": k,
-            "n": n,
-            "kernel": f"{format} {'x @ w' if contract == -2 else 'x @ w.T'} {dtype.__name__}",
-            "m": m,
-        }
-        yield names, (jax.ShapeDtypeStruct((1, m, k), dtype), w, contract, dtype)
+        name = f"{format} {'x @ w' if contract == -2 else 'x @ w.T'} {dtype.__name__}"
+        yield (f"{k}x{n}", name, m), (jax.ShapeDtypeStruct((1, m, k), dtype), w, contract, dtype)
 
 
 def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Any]:

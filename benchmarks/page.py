@@ -84,6 +84,25 @@ def aot_table(name: str, shape: str) -> str:
     return "\n".join(lines) + "\n\n" + origin(found)
 
 
+def gpu_table(name: str) -> str:
+    """Rows of bfloat16, the chips beside each other; spills and loads of the weight are said in the text."""
+    found, rows = load(name), {}
+    for chip, m, kernel, *told in found["rows"]:
+        if kernel.endswith("bfloat16"):
+            rows.setdefault((kernel.removesuffix(" bfloat16"), m), {})[chip] = told
+    chips = list(dict.fromkeys(row[0] for row in found["rows"]))
+    both = " / ".join(chips)
+    lines = [
+        f"| product | m | registers {both} | shared KiB {both} | programs | moved MB | least MB | bound us {both} |"
+    ]
+    lines.append("| --- " * 8 + "|")
+    for (kernel, m), of in rows.items():
+        _, _, _, programs, _, moved, least, _ = of[chips[0]]
+        each = [" / ".join(f"{of[chip][i]:.{digits}f}" for chip in chips) for i, digits in ((0, 0), (2, 0), (7, 1))]
+        lines.append(f"| {kernel} | {m} | {each[0]} | {each[1]} | {programs} | {moved:.1f} | {least:.1f} | {each[2]} |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
 def figure(name: str, shape: str, path: Path) -> None:
     import matplotlib
 
@@ -130,7 +149,7 @@ def write(page: Path) -> None:
 
 
 SHAPED = {"products": product_table, "aot": aot_table}
-TABLES = {"table": plain_table, "qat": qat_table}
+TABLES = {"table": plain_table, "qat": qat_table, "gpu": gpu_table}
 
 
 if __name__ == "__main__":

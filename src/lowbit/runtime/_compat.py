@@ -38,6 +38,14 @@ def varying_axes(x: Any) -> frozenset[str]:
     return aval.vma if kinds is None else kinds.varying
 
 
+def varying_like(x: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over the axes that `x` does, for calls that JAX does not look into."""
+    aval: Any = jax.typeof(x)
+    struct: Any = jax.ShapeDtypeStruct
+    kinds = getattr(aval, "manual_axis_type", None)
+    return struct(shape, dtype, vma=aval.vma) if kinds is None else struct(shape, dtype, manual_axis_type=kinds)
+
+
 def match_varying(values: Sequence[Any]) -> list[Any]:
     """Let all values vary over the union of their axes, as JAX's own operations do."""
     axes = frozenset[str]().union(*map(varying_axes, values))

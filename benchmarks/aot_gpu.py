@@ -1,0 +1,134 @@
+"""What the compilers of NVIDIA say of the kernel, without a GPU. Run by aot.py, after `make test-gpu-aot`.
+
+Registers, spills and shared memory are what `ptxas` and XLA say of the compiled kernel. Bytes are counted by running
+the kernel's own addresses over its grid, in sectors of 32 bytes: `weight` is how often each stored byte is loaded,
+`moved` all that programs load and store, most of x from the second-level cache, `least` the stored weight, x and y
+once. `bound` is the time in which the memory of the chip, at its published speed, moves the least: no kernel is faster.
+"""
+
+import itertools
+import math
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX looks for devices
+
+import measure
+import numpy as np
+
+SECTOR = 32
+
+
+class Operand:
+    """An array of which only the addresses matter, and what was asked of it."""
+
+    def __init__(self, array: Any):
+        self.shape, self.dtype = array.shape, np.dtype(array.dtype)
+        self.elements, self.bytes = 0, 0
+        self.at = SimpleNamespace()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, place: Any) -> int:
+        return 0
+
+    def touch(self, place: Any, mask: Any) -> None:
+        number = np.zeros((), np.int64)
+        for index, length in zip(place, self.shape, strict=True):
+            number = number * length + index
+        number = np.broadcast_to(number, np.broadcast_shapes(number.shape, np.shape(mask)))[
+            np.broadcast_to(mask, number.shape)
+        ]
+        self.elements += number.size
+        self.bytes += SECTOR * np.unique(number * self.dtype.itemsize // SECTOR).size
+
+
+def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
+    """The operands of a product after the kernel ran over its grid, with its arithmetic left out."""
+    from lowbit.kernels import gpu
+
+    plan = gpu._plan(w, x.shape[0], contract, x.dtype, dtype, None)
+    (m, _), n, tile = x.shape, w.shape[-3 - contract], plan.tile
+
+    class Place:
+        def __init__(self, operand: Operand):
+            self.operand = operand
+
+        def __getitem__(self, place: Any) -> Any:
+            return self.operand, place
+
+    def operand(shape: Any, dtype: Any) -> Operand:
+        made = Operand(SimpleNamespace(shape=shape, dtype=dtype))
+        made.at = Place(made)
+        return made
+
+    def load(place: Any, mask: Any = True, other: Any = 0) -> Any:
+        found, index = place
+        found.touch(index, mask)
+        return np.zeros(np.shape(mask), np.float32)
+
+    def loop(start: Any, stop: Any, step: Any, carry: Any) -> Any:
+        for i in range(int(start), int(stop)):
+            carry = step(i, carry)
+        return carry
+
+    operands = {
+        "x": operand((1, *x.shape), x.dtype),
+        "codes": operand((1, *w.codes.shape), w.codes.dtype),
+        "scales": operand((1, *w.scales.shape), np.float32),
+        "y": operand((tile.splits, 1, m, n), dtype if tile.splits == 1 else np.float32),
+    }
+    numpy = SimpleNamespace(arange=np.arange, zeros=np.zeros, minimum=np.minimum, float32=np.float32, int32=np.int32)
+    empty = np.zeros((tile.rows, tile.columns), np.float32)
+    program = mock.Mock()
+    changes = {
+        "triton": SimpleNamespace(load=load, store=lambda place, value, mask: load(place, mask)),
+        "pl": SimpleNamespace(program_id=program),
+        "lax": SimpleNamespace(fori_loop=loop, dot_general=lambda *args, **options: empty),
+        "jnp": numpy,
+        "planes": lambda packed, per_byte: [],
+        "_side_by_side": lambda planes: np.float32(0),
+        "_cut": lambda *args: [None],
+    }
+    with mock.patch.multiple(gpu, **changes):
+        for number in range(tile.splits * -(-n // tile.columns) * -(-m // tile.rows)):
+            program.return_value = number
+            gpu._kernel(np.zeros(1, np.int32), *operands.values(), w=w, contract=contract, plan=plan, precision=None)
+    return operands
+
+
+def run(args: Any) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    import gpu_aot
+    import jax
+    import jax.numpy as jnp
+
+    import lowbit
+
+    columns = ("chip", "m", "kernel", "registers", "spills", "shared KiB", "programs", "weight", "moved MB", "least MB")
+    report = measure.Report(args, (*columns, "bound us"))
+    k, n = 4096, 4096
+    for dtype, format, contract, m in itertools.product(
+        (jnp.bfloat16, jnp.float32), lowbit.FORMATS, (-2, -1), (1, 16, 256)
+    ):
+        w = jax.eval_shape(lambda f=format, c=contract: lowbit.FORMATS[f].quantize(jnp.zeros((k, n)), axis=c))
+        x = jax.ShapeDtypeStruct((m, k), dtype)
+        of = counted(x, w, contract, np.dtype(dtype))
+        y = of["y"]
+        least = of["x"].nbytes + of["codes"].nbytes + of["scales"].nbytes + m * n * np.dtype(dtype).itemsize
+        sums = y.bytes + m * n * np.dtype(dtype).itemsize if y.shape[0] > 1 else 0  # read again, and written
+        moved = sum(operand.bytes for operand in of.values()) + sums
+        for chip, told in gpu_aot.CHIPS.items():
+            found = gpu_aot.compiled(chip, format, contract, m, k, n, dtype)
+            name = f"{format} {'x @ w' if contract == -2 else 'x @ w.T'} {np.dtype(dtype).name}"
+            said = (found["registers"], found["spills"], found["shared"] / 1024, found["programs"])
+            bound = least / told[-1] / 1e3
+            read = of["codes"].elements / math.prod(of["codes"].shape)
+            report.row(chip, m, name, *said, read, moved / 1e6, least / 1e6, bound)
+    report.save()

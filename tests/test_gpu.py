@@ -1,0 +1,235 @@
+"""The kernel for NVIDIA GPUs: its numbers in interpret mode, and what programs for CUDA hold. Compiled: gpu_aot.py."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Layout, layouts, more_layouts
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowbit
+from lowbit import formats
+from lowbit.kernels import _table, gpu, reference
+
+CALL = "__gpu$xla.gpu.triton"
+FLOATS = (jnp.bfloat16, jnp.float32, jnp.float16)
+product = jax.jit(partial(gpu.product, interpret=True), static_argnames=("contract", "dtype", "tile"))
+right = jax.jit(partial(reference.matmul, dtype=jnp.float32), static_argnames="contract")
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def assert_rounded(got, want, dtype):
+    """Equal to the rounding of the result: float32 sums differ in their order, and may round to neighbours."""
+    assert got.shape == want.shape and got.dtype == dtype
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.array_equal(np.isnan(got), np.isnan(want))
+    eps, top = float(jnp.finfo(dtype).eps), np.nanmax(np.abs(want))
+    assert np.nanmax(np.abs(got - want) - 0.51 * eps * np.abs(want)) <= max(2e-6, eps / 1000) * top
+
+
+def check(x, w, contract, dtype, **options):
+    want = right(x, w, contract=contract)
+    assert_rounded(product(x, w, contract=contract, dtype=dtype, **options), want, dtype)
+
+
+def test_every_layout_at_odd_sizes(any_layout) -> None:
+    number = (layouts() + more_layouts()).index(any_layout)
+    contract = (-2, -1)[number // 2 % 2]
+    m, k, n = 5, 150, 90
+    w = any_layout.quantize(normal(0, *((k, n) if contract == -2 else (n, k))))
+    check(normal(1, m, k, dtype=FLOATS[number % 3]), w, contract, FLOATS[number % 3])
+
+
+@pytest.mark.parametrize("axis", [-2, -1])  # scales applied after the product, and before it
+def test_every_dtype(axis) -> None:
+    w = lowbit.ArrayNF4.quantize(normal(0, 64, 32), axis=axis, double_quant=True).plain()
+    wide, short, half = jnp.float32, jnp.bfloat16, jnp.float16
+    for x_dtype, dtype in ((short, wide), (half, half), (half, wide), (wide, short)):
+        check(normal(1, 3, 64, dtype=x_dtype), w, -2, dtype)
+
+
+def test_a_weight_is_not_rounded_to_bfloat16() -> None:
+    w = lowbit.ArrayNF4.quantize(jnp.full((64, 32), 0.7).at[0].set(1.0), axis=-2)  # of a level with all its bits
+    y = product(jnp.ones((1, 64), jnp.bfloat16), w, contract=-2, dtype=jnp.float32)
+    want = np.asarray(w.materialize(), np.float64).sum(0)
+    assert np.max(np.abs(y - want)) < 1e-6 * want[0]
+
+
+@pytest.mark.parametrize("spans", [(24, 1), (1, 40), (0, 0), (96, 16)])
+def test_scales_of_any_span(spans) -> None:
+    k, n = 120, 72
+    counts = [1 if s == 0 else -(-size // s) for s, size in zip(spans, (k, n), strict=True)]
+    scales = jnp.abs(normal(2, *counts)).at[-1, -1].set(jnp.nan)
+    codes = jax.random.randint(jax.random.key(0), (k, n), -127, 128).astype(jnp.int8)
+    w = lowbit.Array8B.build(shape=(k, n), dtype=jnp.float32, spans=spans, codes=codes, scales=scales)
+    if spans == (0, 0):
+        w = w.replace(scales=jnp.full((1, 1), 0.3))
+    for contract in (-2, -1):
+        check(normal(1, 4, w.shape[contract], dtype=jnp.bfloat16), w, contract, jnp.bfloat16)
+
+
+def test_stacks_and_chosen_layers() -> None:
+    stack = Layout("ternary", -2, None).quantize(normal(0, 4, 40, 24))
+    check(normal(1, 4, 2, 3, 40), stack, -2, jnp.float32)
+    chosen = stack.replace(index=jnp.array([2, 0, 9]))  # past the end is the last, as the reference has it
+    check(normal(1, 3, 5, 24), chosen, -1, jnp.float32)
+    check(normal(1, 5, 40), stack.replace(index=jnp.array(1)), -2, jnp.float32)
+
+
+@pytest.mark.parametrize("contract", [-2, -1])
+def test_tiles_of_rows_and_shares_of_k(contract) -> None:
+    w = Layout("nf4", contract, 32).quantize(normal(0, 200, 200))
+    check(normal(1, 40, 200), w, contract, jnp.float32, tile=gpu.Tile(16, 64, 32, splits=3))
+
+
+def test_sizes_of_tiles() -> None:
+    for layout in layouts() + more_layouts():
+        for m in (1, 16, 17, 256, 300):
+            for contract in (-2, -1):
+                w = jax.eval_shape(layout.quantize, jax.ShapeDtypeStruct((4096, 11008), jnp.float32))
+                tile = gpu.tile_for(m, w, contract, jnp.dtype(jnp.bfloat16), 2)
+                assert tile.rows >= min(m, 256), "a weight is read once"
+                span = gpu.span_of(w.spans, contract)
+                assert span % 32 or span % tile.depth == 0, "one scale for a step"
+                # Every number of a tile is a power of two, and none is too small for the tensor cores.
+                assert all(size >= 16 and size & size - 1 == 0 for size in (tile.rows, tile.columns, tile.depth))
+
+
+def test_a_table_of_exceptions(monkeypatch) -> None:
+    w = Layout("nf4", -2, 32).quantize(normal(0, 128, 64))
+    known = gpu.Tile(16, 32, 64)  # deeper than a block: scales are applied before the product then
+    monkeypatch.setitem(gpu.TILES, (3, 64, 128, 2, -2), known)
+    plan = gpu._plan(w, 3, -2, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16), None)
+    assert plan.tile == known and not plan.after
+    check(normal(1, 3, 128, dtype=jnp.bfloat16), w, -2, jnp.bfloat16)
+
+
+# --- formats from outside
+
+
+@formats.stored
+class Array4B(lowbit.QuantizedArray):
+    packing = {"codes": 2}  # noqa: RUF012
+
+    def levels(self, codes):
+        return codes.astype(jnp.float32) - 8
+
+
+def test_a_format_from_outside() -> None:
+    codes = jax.random.randint(jax.random.key(0), (64, 20), 0, 256).astype(jnp.uint8)
+    w = Array4B.build(shape=(64, 40), dtype=jnp.float32, spans=(32, 1), codes=codes, scales=normal(1, 2, 40))
+    check(normal(2, 3, 64, dtype=jnp.bfloat16), w, -2, jnp.bfloat16)
+    assert gpu.matmul_fits(normal(2, 3, 64), w, contract=-2, dtype=jnp.float32)
+
+
+def test_what_does_not_fit(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    import new_format
+
+    x, six = normal(0, 3, 64), new_format.Array6B.quantize(normal(1, 64, 32))
+    assert not gpu.matmul_fits(x, six, contract=-2, dtype=jnp.float32)  # two parts of codes
+    assert CALL not in program_for_cuda(lambda x, w: x @ w, x, six)
+    shared = lowbit.Array8B.quantize(normal(1, 2, 64, 32), axis=(0, 1))
+    assert not gpu.matmul_fits(normal(0, 2, 3, 64), shared, contract=-2, dtype=jnp.float32)
+    w = lowbit.Array8B.quantize(normal(1, 64, 32))
+    assert not gpu.matmul_fits(x.astype(jnp.int32), w, contract=-2, dtype=jnp.int32)
+    assert not gpu.matmul_fits(x[:0], w, contract=-2, dtype=jnp.float32)
+    sys.modules.pop("new_format")
+
+
+# --- programs
+
+
+def program_for_cuda(fn, *args):
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("format", lowbit.FORMATS)
+def test_a_program_for_cuda_holds_the_kernel(format) -> None:
+    x, w = normal(0, 4, 192, dtype=jnp.bfloat16), normal(1, 192, 320, dtype=jnp.bfloat16)
+    directions = (
+        (lambda x, q: x @ q, Layout(format, -2, None).quantize(w), "192x320x"),
+        (lambda x, q: x @ q.T, Layout(format, -1, None).quantize(w.T), "320x192x"),
+    )
+    for fn, q, dense in directions:
+        text = program_for_cuda(fn, x, q)
+        assert text.count(f"custom_call @{CALL}") == 1 and f"{dense}f32" not in text and f"{dense}bf16" not in text
+        with lowbit.use_kernel(False):
+            text = program_for_cuda(fn, x, q)
+        assert CALL not in text and f"{dense}f32" in text
+
+
+def test_a_gradient_for_cuda_holds_the_kernel() -> None:
+    x, q = normal(0, 4, 192), Layout("nf4", -2, None).quantize(normal(1, 192, 320))
+    text = program_for_cuda(jax.grad(lambda x: (x @ q).sum()), x)
+    assert text.count(f"custom_call @{CALL}") == 1 and "192x320xf32" not in text
+
+
+def test_a_layer_of_a_stack_is_not_copied() -> None:
+    stack = Layout("nf4", -2, 64).quantize(normal(0, 5, 128, 128))
+
+    def layers(x, stack):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, stack)[0]
+
+    text = program_for_cuda(lowbit.implicit(layers), normal(1, 2, 128), stack)
+    assert text.count(f"custom_call @{CALL}") == 1
+    assert "tensor<128x64xui8>" not in text and "tensor<1x128x64xui8>" not in text
+
+
+def test_export_names_the_call_and_serves_several_platforms() -> None:
+    x, q = normal(0, 4, 64), Layout("int8", -2, None).quantize(normal(1, 64, 32))
+    safe = [export.DisabledSafetyCheck.custom_call(CALL)]
+    product = export.export(jax.jit(lambda x, q: x @ q), platforms=["cuda"], disabled_checks=safe)
+    assert f"@{CALL}" in product(x, *[q]).mlir_module()
+    text = jax.jit(lambda x, q: x @ q).trace(x, q).lower(lowering_platforms=("cpu", "cuda")).as_text()
+    assert f"@{CALL}" in text
+
+
+def test_float32_is_multiplied_in_three_products() -> None:
+    x, w = normal(0, 4, 64), Layout("int8", -2, None).quantize(normal(1, 64, 32))
+
+    def text(x):
+        return str(jax.make_jaxpr(lambda x, w: gpu.product(x, w, contract=-2, dtype=x.dtype))(x, w))
+
+    assert "TF32_TF32_F32_X3" in text(x) and "TF32" not in text(x.astype(jnp.bfloat16))
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    def matmul(x, w, *, contract, dtype, **params):
+        return product(x, w.plain(), contract=contract, dtype=dtype)
+
+    monkeypatch.setattr(_table, "_kernels", {})
+    _table.register_kernel("matmul", "cpu", matmul, gpu.matmul_fits)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_on_eight_devices(interpreted) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x, q = normal(0, 8, 512), Layout("nf4", -2, 64).quantize(normal(1, 512, 128))
+    want = reference.matmul(x, q, contract=-2, dtype=jnp.float32)
+    cut = {"mesh": mesh, "in_specs": (P(None, "x"), q.part_specs(P("x"))), "out_specs": P(), "check_vma": False}
+    summed = jax.shard_map(lambda x, q: jax.lax.psum(x @ q, "x"), **cut)
+    assert_rounded(jax.jit(summed)(x, q), want, jnp.float32)
+    columns = jax.device_put(q, jax.tree.map(partial(NamedSharding, mesh), q.part_specs(P(None, "x"))))
+    y = jax.jit(lambda x, q: x @ q)(x, columns)
+    assert y.sharding.spec == P(None, "x")
+    assert_rounded(y, want, jnp.float32)
+
+
+def test_shard_map_that_checks_what_varies() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x, q = normal(0, 8, 64), Layout("int8", -2, None).quantize(normal(1, 64, 128))
+    rows = jax.shard_map(lambda x, q: x @ q, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    assert CALL in program_for_cuda(rows, x, q)
