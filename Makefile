@@ -20,6 +20,8 @@ demo: $(VENV)/demo
 
 # On two cores alone: lint 1 minute, tests 11, oldest JAX 5, package 2; the first run installs and builds for 3 more.
 test: lint tests tests-oldest package test-tpu-aot
+# A part of all pairs of features, formats and chips, in the time that there is; `test-all` takes all of them.
+LAYOUTS ?= one
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .
@@ -27,7 +29,7 @@ lint: $(VENV)/test
 	$(VENV)/bin/pyright
 
 tests: $(VENV)/test
-	LOWBIT_TEST_LAYOUTS=one $(VENV)/bin/python -m pytest -n $(JOBS)
+	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) $(VENV)/bin/python -m pytest -n $(JOBS)
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
@@ -51,7 +53,7 @@ test-tpu-aot:
 	@echo "LOWBIT_AOT=0: the kernels for TPU are not compiled."
 else
 test-tpu-aot: $(TPU)/test
-	$(ON_TPU) $(TPU)/bin/python -m pytest -q -n $(JOBS) tests/tpu_aot.py
+	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) $(ON_TPU) $(TPU)/bin/python -m pytest -q -n $(JOBS) tests/tpu_aot.py
 endif
 
 # What `tests` runs in part, to be short.
@@ -60,6 +62,7 @@ IN_PART := transforms rules sharding frameworks demo new_format qat tpu
 test-all: test test-browser test-gpu-aot sanitize fuzz stream
 	$(VENV)/bin/python -m pytest -n $(JOBS) $(addprefix tests/test_,$(addsuffix .py,$(IN_PART)))
 	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
+	$(MAKE) test-tpu-aot LAYOUTS=all
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
 CHROMIUM ?= chromium
