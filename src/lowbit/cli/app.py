@@ -277,7 +277,7 @@ def _convert(
 
     file = open_tensors(source, strict=strict)
     check_target(source, target, force=force)
-    with warnings.catch_warnings(), counted(target.name) as progress:
+    with warnings.catch_warnings(), counted(target.name) as (progress, note):
         warnings.simplefilter("ignore", DequantizedWarning)  # told below, a line for each
         report = convert(
             file,
@@ -288,7 +288,7 @@ def _convert(
             requantize=requantize,
             strict=strict,
             progress=progress,
-            note=lambda text: typer.echo(f"lowbit: {text}", err=True),
+            note=lambda text: note(f"lowbit: {text}"),
         )
     for name, reason in getattr(file, "dequantized", {}).items():
         typer.echo(f"lowbit: {name} was dequantized: {reason}.", err=True)

@@ -19,11 +19,18 @@ def shown(names: Sequence[str], doing: str) -> Iterator[str]:
 
 
 @contextmanager
-def counted(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """What to tell the bytes that are done and those that there are. The rate is that of this run alone."""
+def counted(doing: str) -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
+    """What to tell the bytes that are done and those that there are, and what prints a line above the bar.
+
+    The rate is that of this run alone.
+    """
     console = Console(stderr=True)
+
+    def note(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     if not console.is_terminal:
-        yield lambda done, total: None
+        yield lambda done, total: None, note
         return
     columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
@@ -34,4 +41,4 @@ def counted(doing: str) -> Iterator[Callable[[int, int], None]]:
                 tasks.append(bar.add_task(doing, total=total, completed=done))
             bar.update(tasks[0], completed=done)
 
-        yield tell
+        yield tell, note

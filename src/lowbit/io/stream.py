@@ -258,24 +258,13 @@ class _Work:
         assert self.config is not None and self.config.format.scale_of_max is not None
         return self.config.format.scale_of_max(jnp.asarray(largest))
 
-    def coded(self, scales: np.ndarray, squares: np.ndarray, products: np.ndarray) -> tuple[dict[str, Any], float]:
-        """The parts that the scales of a matrix are coded in, and what the squares of the error differ by from w^2."""
-        parts, values = _coded(self.made.replace(codes=None, scales=scales))
-        with np.errstate(all="ignore"):
-            ratio = np.nan_to_num(np.asarray(values) / scales)
-        return parts, float(np.sum(ratio * (ratio * squares - 2 * products), dtype=np.float64))
-
 
 _SUMS = ("squares", "products")
 
 
-@jax.jit
-def _coded(array: QuantizedArray) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The parts of coded scales, and what they read as."""
-    coded = array.with_coded_scales()
-    return {field: getattr(coded, field) for field in ("scales", *coded.scale_parts)}, coded.scale_values()
-
-
+# Of many scales each step takes memory, so these are two.
+_coded = jax.jit(lambda array: array.with_coded_scales())
+_values = jax.jit(lambda array: array.scale_values())
 _largest = jax.jit(block_max, static_argnums=1)
 
 
@@ -616,11 +605,22 @@ class _Part:
             lost, size = self.squares[work.name]
             for index in np.ndindex(*shape[:-2]):
                 box = (*((i, i + 1) for i in index), *whole_box(shape[-2:]))
-                coded, change = work.coded(*(self.waiting(work, field, box) for field in work.aside()))
-                for field, part in coded.items():
-                    self.put(parts[field], box, spans[field], part)
-                lost += change
+                coded = _coded(work.made.replace(codes=None, scales=self.waiting(work, "scales", box)))
+                for field in ("scales", *coded.scale_parts):
+                    self.put(parts[field], box, spans[field], getattr(coded, field))
+                lost += self.change(work, box, np.asarray(_values(coded)))
             self.squares[work.name] = lost, size
+
+    def change(self, work: _Work, box: Box, values: np.ndarray) -> float:
+        """What the squares of a matrix's error differ by from those of its numbers, if it reads by these scales."""
+        change, spans, last = 0.0, work.spans()["scales"], values.shape[-2:]
+        for piece in _boxes(work.like.shape[-2:], _units(work.made)[-2:]):
+            scales, squares, products = (self.waiting(work, field, (*box[:-2], *piece)) for field in work.aside())
+            now = values[(..., *(slice(*ends) for ends in covered(piece, spans, last)))]
+            with np.errstate(all="ignore"):
+                ratio = np.nan_to_num(now / scales)
+            change += float(np.sum(ratio * (ratio * squares - 2 * products), dtype=np.float64))
+        return change
 
     def check(self, name: str) -> None:
         """The checksum of a tensor that is done, from the file where it was not written from its start to its end."""
