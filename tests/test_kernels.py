@@ -1,6 +1,7 @@
 """The table of kernels, and the product primitive around a kernel that partitions itself."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import lowbit
 from lowbit.kernels import _table, reference
 
 
@@ -83,3 +85,16 @@ def test_all_transformations_around_a_kernel_that_partitions_itself(kernel, bloc
     assert program(x, columns).sharding.spec == P(None, "x")
     assert_close(program(x, columns), x @ w)
     assert_close(jax.jit(jax.grad(partial(loss, columns)))(x), jax.grad(partial(loss, w))(x))
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "known"),
+    [("gpu", "PJRT C API\ncuda 13000", True), ("gpu", "rocm 6", False), ("tpu", "", True)],
+)
+def test_kernels_are_known_by_platform(
+    backend: str, version: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace(client=SimpleNamespace(platform_version=version))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert lowbit.is_kernel_available() == known

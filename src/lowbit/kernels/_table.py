@@ -52,4 +52,7 @@ def is_kernel_available() -> bool:
     >>> lowbit.is_kernel_available() in (True, False)
     True
     """
-    return jax.default_backend() in _kernels.get("matmul", {})
+    platform = jax.default_backend()
+    if platform == "gpu":  # the name that CUDA and ROCm share
+        platform = "cuda" if "cuda" in jax.devices()[0].client.platform_version.lower() else "rocm"
+    return platform in _kernels.get("matmul", {})
