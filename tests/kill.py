@@ -47,6 +47,7 @@ def start(source: Path, target: Path, log: Path) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     stream.PIECE, stream.SYNCED = 4096, 8192
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs behind them ignore it
     try:
         code = app(["quantize", str(source), str(target), "--format", "int8", "--force"], standalone_mode=False)
     except BaseException as error:  # this process must never run on
@@ -119,6 +120,7 @@ def main() -> None:
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             assert found == wanted[new] and not beside, beside
             counts["finished"] += 1
+            assert counts["finished"] < 20 + 5 * args.kills, f"runs end before they are killed: {counts}"
         else:
             done += 1
             counts["killed" if how == signal.SIGKILL else "interrupted"] += 1
