@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,10 @@ def mesh_of(chip: str, devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
 def shaped(mesh: Mesh, tree: Any, spec: Any = None) -> Any:
     """Shapes that lie on the chips of a mesh."""
     spec = jax.tree.map(lambda leaf: P(*[None] * len(leaf.shape)), tree) if spec is None else spec
-    place = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+
+    def place(leaf: Any, spec: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
     return jax.tree.map(place, tree, spec)
 
 
@@ -92,7 +96,7 @@ def test_four_chips(chip: str, spec: Any) -> None:
 
     explicit = mesh_of(chip, 4, AxisType.Explicit)
     x = shaped(explicit, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), P(None, spec[0]))
-    typed = lambda x, w: jnp.einsum("mk,kn->mn", x, w, out_sharding=P(None, spec[1]))  # noqa: E731
+    typed = partial(jnp.einsum, "mk,kn->mn", out_sharding=P(None, spec[1]))
     text = compiled(explicit, typed, x, shaped(explicit, w, w.part_specs(spec, explicit)))
     assert_in_the_kernel(text, 4096, 4096)
     assert set(re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)) == (
