@@ -18,7 +18,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
 
-# On two cores alone: lint 1 minute, tests 11, oldest JAX 5, package 2; the first run installs and builds for 3 more.
+# On two cores alone: lint 1 minute, tests 13, oldest JAX 5, package 2, TPU 2; the first run installs and builds for 4 more.
 test: lint tests tests-oldest package test-tpu-aot
 # A part of all pairs of features, formats and chips, in the time that there is; `test-all` takes all of them.
 LAYOUTS ?= one
@@ -33,7 +33,7 @@ tests: $(VENV)/test
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
-  new_format qat qlora report stream tpu
+  new_format qat qlora report stream tpu gpu
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests

@@ -11,8 +11,8 @@ from lowbit.runtime import _interpret
 flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_llvm_disable_expensive_passes=true"
 
-# A program of its own, for an environment with the compilers of NVIDIA.
-collect_ignore = ["gpu_aot.py"]
+# Programs of their own: they need the compilers of NVIDIA, and the command line.
+collect_ignore = ["gpu_aot.py", "kill.py"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
