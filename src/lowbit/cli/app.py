@@ -91,8 +91,9 @@ def quantize(
 ) -> None:
     """Quantize the weights of a file or a directory.
 
-    A file of lowbit is written piece by piece, in less than 1 GB of memory however large SRC is. What is interrupted
-    goes on where it was when the same command is given again. The other kinds of files are made in memory.
+    A file of lowbit is written piece by piece, in less than 1 GB of memory; of tensors that must be held whole the
+    command speaks before it begins. What is interrupted goes on where it was when the same command is given again. The
+    other kinds of files are made in memory.
     """
     with plain_errors():
         rules = [*map(_rule, rule or ()), Rule("*", _known(format))]
