@@ -313,6 +313,35 @@ ffi::Error take(ffi::ThreadPool pool, ffi::AnyBuffer ids, ffi::AnyBuffer codes, 
   return finished(choice().kernels->take(p, parallel_on(pool)));
 }
 
+ffi::Error squares(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                   ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset, ffi::AnyBuffer scale_map,
+                   ffi::Result<ffi::AnyBuffer> lost, ffi::Result<ffi::AnyBuffer> size, std::string_view format,
+                   int64_t columns, int64_t row_span, int64_t col_span) {
+  if (choice().kernels == nullptr) return invalid(choice().error);
+  if (choice().kernels->squares == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "lowbit_squares");
+  Squares p;
+  if (auto error =
+          set_weights(codes, scales, group_absmax, offset, scale_map, format, columns, row_span, col_span, p.w);
+      error.failure()) {
+    return error;
+  }
+  auto x_type = float_of(x.element_type());
+  if (!x_type) return invalid("x must be f32, bf16 or f16.");
+  if (!has_shape(x, {p.w.layers, p.w.rows, columns})) {
+    return invalid("x " + text_of(x) + " does not fit codes " + text_of(codes) + ".");
+  }
+  for (const auto& sums : {*lost, *size}) {
+    if (sums.element_type() != ffi::DataType::F32 || !has_shape(sums, {p.w.layers, p.w.rows})) {
+      return invalid("sums " + text_of(sums) + " must be f32, one for each row of x " + text_of(x) + ".");
+    }
+  }
+  p.x = x.untyped_data();
+  p.x_type = *x_type;
+  p.lost = static_cast<float*>(lost->untyped_data());
+  p.size = static_cast<float*>(size->untyped_data());
+  return finished(choice().kernels->squares(p, parallel_on(pool)));
+}
+
 ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> codes,
                   ffi::Result<ffi::AnyBuffer> scales, std::string_view format, int64_t row_span, int64_t col_span) {
   if (choice().kernels == nullptr) return invalid(choice().error);
@@ -383,6 +412,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_take, lowbit::take,
                                   .Attr<int64_t>("row_span")
                                   .Attr<int64_t>("col_span"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_squares, lowbit::squares,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // codes
+                                  .Arg<ffi::AnyBuffer>()  // scales
+                                  .Arg<ffi::AnyBuffer>()  // group_absmax
+                                  .Arg<ffi::AnyBuffer>()  // offset
+                                  .Arg<ffi::AnyBuffer>()  // scale_map
+                                  .Ret<ffi::AnyBuffer>()  // lost
+                                  .Ret<ffi::AnyBuffer>()  // size
+                                  .Attr<std::string_view>("format")
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("row_span")
+                                  .Attr<int64_t>("col_span"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_encode, lowbit::encode,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -396,7 +441,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_encode, lowbit::encode,
 #pragma GCC visibility pop
 
 // The targets above, so that their names stand in one place.
-LOWBIT_EXPORT const char* lowbit_targets() { return "lowbit_matmul,lowbit_take,lowbit_encode"; }
+LOWBIT_EXPORT const char* lowbit_targets() { return "lowbit_matmul,lowbit_take,lowbit_squares,lowbit_encode"; }
 
 // The instruction set in use, or an empty text if the forced one cannot run here.
 LOWBIT_EXPORT const char* lowbit_isa() {

@@ -14,6 +14,7 @@ extern const Kernels kernels = {
     matmul_exact,             //
     matmul_fast,              //
     take,                     //
+    squares,                  //
     encode,                   //
 };
 

@@ -63,6 +63,15 @@ struct Take {
   Float y_type;
 };
 
+// lost[l, r] = sum_c (w[l, r, c] - x[l, r, c])^2, size[l, r] = sum_c x[l, r, c]^2
+struct Squares {
+  Weights w;
+  const void* x;  // [w.layers, w.rows, w.columns]
+  Float x_type;
+  float* lost;  // [w.layers, w.rows]
+  float* size;
+};
+
 // codes and scales (float32) of x; the spans are those of Weights.
 struct Encode {
   Format format;
@@ -112,6 +121,7 @@ struct Kernels {
   bool (*matmul)(const Matmul&, const Parallel&);       // false: out of memory
   bool (*matmul_fast)(const Matmul&, const Parallel&);  // int8 activations. false: not for this problem, call matmul
   bool (*take)(const Take&, const Parallel&);           // false: out of memory
+  bool (*squares)(const Squares&, const Parallel&);     // false: out of memory
   bool (*encode)(const Encode&, const Parallel&);       // false: out of memory
 };
 

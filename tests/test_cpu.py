@@ -116,6 +116,7 @@ def test_fast_products_are_near(format: str, axis: int) -> None:
 def test_on_one_device_rows_and_codes_come_from_the_library() -> None:
     code = """
         import jax, jax.numpy as jnp, numpy as np, lowbit
+        from lowbit.ops.squares import squares
         assert jax.device_count() == 1 and lowbit.is_kernel_available()
         w = jax.random.normal(jax.random.key(0), (192, 200))
         ids = jnp.array([[3, 191, 0], [5, 5, -1]])
@@ -131,6 +132,11 @@ def test_on_one_device_rows_and_codes_come_from_the_library() -> None:
                 assert "lowbit_take" in look_up.lower(q, ids).compile().as_text()
                 np.testing.assert_array_equal(np.asarray(look_up(q, ids)), np.asarray(q.materialize()[ids]))
                 np.testing.assert_array_equal(np.asarray(jax.vmap(lambda i: q[i])(ids)), np.asarray(look_up(q, ids)))
+                lost, size = jax.jit(squares)(q, w)
+                assert "lowbit_squares" in jax.jit(squares).lower(q, w).compile().as_text()
+                np.testing.assert_allclose(lost, np.sum((q.materialize() - w) ** 2, -1), rtol=1e-4)
+                np.testing.assert_allclose(size, np.sum(w**2, -1), rtol=1e-5)
+                np.testing.assert_allclose(sum(squares(q.T, w.T)[0]), sum(lost), rtol=1e-5)
         assert "lowbit_encode" in jax.jit(lowbit.quantize).lower(w).compile().as_text()
         # Scales in 8 bits are decoded inside of the product.
         q = lowbit.ArrayNF4.quantize(w, axis=-2, double_quant=True)

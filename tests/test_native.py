@@ -354,6 +354,41 @@ def test_take(target):
     np.testing.assert_allclose(take(target, many, stored, 1), stored.values[1][many], rtol=1e-6)
 
 
+# ---- What was lost
+
+
+def squares(target, x, stored, **changes):
+    sums = jax.ShapeDtypeStruct(changes.pop("shape", x.shape[:2]), jnp.float32)
+    call = jax.ffi.ffi_call(target("lowbit_squares"), (sums, sums))
+    return jax.jit(functools.partial(call, **(stored.attributes | changes)))(x, *stored.operands)
+
+
+def test_squares(target):
+    rng = np.random.default_rng(0)
+    for format, spans, columns in itertools.product(FORMATS, [(64, 1), (1, 64), (1, 0), (5, 7)], (33, 256, 5000)):
+        stored = Stored(format, 2, 20, columns, *spans)
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+            x = jnp.asarray(stored.values + rng.standard_normal(stored.values.shape) / 100, dtype)
+            lost, size = squares(target, x, stored)
+            wide = np.asarray(x, np.float64)
+            np.testing.assert_allclose(lost, np.sum((stored.values - wide) ** 2, -1), rtol=1e-3)
+            np.testing.assert_allclose(size, np.sum(wide**2, -1), rtol=1e-5)
+    stored = Stored("nf4", 2, 300, 640, 1, 64, double=True)
+    lost, _ = squares(target, np.zeros(stored.values.shape, np.float32), stored)
+    np.testing.assert_allclose(lost, np.sum(stored.values**2, -1), rtol=1e-5)
+    for shape in [(0, 3, 4), (1, 0, 4), (1, 3, 0)]:
+        lost, size = squares(target, np.zeros(shape, np.float32), Stored("nf4", *shape, 1, 16))
+        assert lost.shape == size.shape == shape[:2] and (np.asarray(lost) == 0).all()
+
+
+def test_squares_of_what_is_no_number(target):
+    x = np.ones((1, 3, 40), np.float32)
+    x[0, 1, 39] = np.nan
+    lost, size = squares(target, x, Stored("int8", 1, 3, 40, 1, 0))
+    for sums in (lost, size):
+        np.testing.assert_array_equal(np.isfinite(sums), [[True, False, True]])
+
+
 # ---- Encode
 
 
@@ -399,7 +434,7 @@ def test_encode_of_nothing(target):
         assert codes.shape[:2] == shape[:2] and (np.asarray(scales) == 0).all()
 
 
-def test_wrong_operands_of_take_and_encode_get_an_error(target):
+def test_wrong_operands_of_take_squares_and_encode_get_an_error(target):
     stored = Stored("nf4", 2, 8, 32, 1, 16)
     ids, layer = np.zeros(3, np.int32), np.zeros(1, np.int32)
 
@@ -414,10 +449,18 @@ def test_wrong_operands_of_take_and_encode_get_an_error(target):
         call = jax.ffi.ffi_call(target("lowbit_encode"), types)
         return jax.jit(functools.partial(call, format=format, row_span=np.int64(1), col_span=np.int64(span)))(x)
 
-    jax.block_until_ready((call_take(), call_encode()))
+    dense = stored.values.astype(np.float32)
+
+    def call_squares(x=dense, **changes):
+        return squares(target, x, stored, **changes)
+
+    jax.block_until_ready((call_take(), call_encode(), call_squares()))
     for call, text, changes in [
         (call_take, "ids", {"ids": ids.astype(np.float32)}),
         (call_take, "ids", {"ids": ids[None]}),
+        (call_squares, "does not fit", {"x": np.ones((2, 8, 31), np.float32)}),
+        (call_squares, "x must be", {"x": np.ones((2, 8, 32), np.int32)}),
+        (call_squares, "sums", {"shape": (2, 7)}),
         (call_take, "ids", {"shape": (4, 32)}),
         (call_take, "f32, bf16 or f16", {"dtype": jnp.int32}),
         (call_take, "layer", {"layer": np.zeros(2, np.int32)}),

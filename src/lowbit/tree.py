@@ -19,6 +19,7 @@ from .config import QuantizationConfig, quantize
 from .formats import FORMATS, QuantizedArray
 from .histogram import histogram
 from .low_rank import LoraArray
+from .ops.squares import squares
 from .report import Report, Row, worst
 from .runtime import is_implicit, materialize
 
@@ -299,18 +300,14 @@ def quantized(path: str, leaf: Any, config: QuantizationConfig, scale: Any = Non
     with naming(path):
         stored = quantize(leaf, config, scale=scale)
     traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(stored))
-    return stored, None if traced else relative_error(*map(float, squares(stored, leaf)))
+    return stored, None if traced else relative_error(*map(float, _squares(stored, leaf)))
 
 
-@jax.jit
-def squares(stored: Any, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums of the squares of what a stored array lost, and of the array that it was."""
-    array = array.astype(jnp.float32)
-    return jnp.sum((materialize(stored) - array) ** 2), jnp.sum(array**2)
+_squares = jax.jit(lambda stored, array: [jnp.sum(rows) for rows in squares(stored, array)])
 
 
 def relative_error(lost: float, size: float) -> float:
-    """The error of a row of the report, from `squares` or from their sums over pieces."""
+    """The error of a row of the report, from the sums of `squares`."""
     return math.sqrt(lost / size) if size > 0 else math.sqrt(lost)
 
 

@@ -60,12 +60,11 @@ def instruction_set() -> str | None:
 
 def matmul_fits(x: jax.Array, w: QuantizedArray, *, contract: int, dtype: Any, **params: Any) -> bool:
     """Whether the library has this product: its format, and matrices that do not share scales."""
-    return (
-        w.decoder is not None
-        and x.dtype in _FLOATS
-        and dtype in _FLOATS
-        and all(span_of(w.spans, axis) == 1 for axis in range(-len(w.spans), -2))
-    )
+    return _matrices_fit(w) and x.dtype in _FLOATS and dtype in _FLOATS
+
+
+def _matrices_fit(w: QuantizedArray) -> bool:
+    return w.decoder is not None and all(span_of(w.spans, axis) == 1 for axis in range(-len(w.spans), -2))
 
 
 def matmul(
@@ -90,14 +89,16 @@ def matmul(
         w.codes,
         *_scale_operands(w, math.prod(stored[:-2])),
         layer_numbers(w),
-        format=w.decoder,
-        columns=np.int64(stored[-1]),
-        row_span=np.int64(span_of(w.spans, -2)),
-        col_span=np.int64(span_of(w.spans, -1)),
+        **_layout(w),
         contract=np.int64(contract + 2),
         fast=arithmetic == "fast",
     )
     return y.reshape(*batch, *rows, columns)
+
+
+def _layout(w: QuantizedArray) -> dict[str, Any]:
+    spans = {"row_span": np.int64(span_of(w.spans, -2)), "col_span": np.int64(span_of(w.spans, -1))}
+    return {"format": w.decoder, "columns": np.int64(w.stored_shape[-1]), **spans}
 
 
 def _scale_operands(w: QuantizedArray, layers: int) -> Iterator[jax.Array]:
@@ -129,12 +130,25 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
         w.codes,
         *scales,
         lax.full((1,), 0, jnp.int32),
-        format=w.decoder,
-        columns=np.int64(w.stored_shape[-1]),
-        row_span=np.int64(span_of(w.spans, -2)),
-        col_span=np.int64(span_of(w.spans, -1)),
+        **_layout(w),
     )
     return y.reshape(*rows.shape[:-1], y.shape[-1])
+
+
+def squares_fits(w: QuantizedArray, array: jax.Array) -> bool:
+    plain = w.ndim > 1 and w.index is None and array.dtype in _FLOATS
+    return _matrices_fit(w) and plain and jax.device_count() == 1
+
+
+def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each row, the squares of what was lost and of what it was; the decoded row stays in the cache."""
+    *layers, rows, columns = w.stored_shape
+    stack = math.prod(layers)
+    sums = jax.ShapeDtypeStruct((stack, rows), jnp.float32)
+    lost, size = jax.ffi.ffi_call("lowbit_squares", (sums, sums), vmap_method="sequential")(
+        array.reshape(stack, rows, columns), w.codes, *_scale_operands(w, stack), **_layout(w)
+    )
+    return lost.reshape(*layers, rows), size.reshape(*layers, rows)
 
 
 # --- quantizing: on one device; over several, JAX cuts the reference program
@@ -171,4 +185,5 @@ def register(folders: Sequence[str]) -> None:
     if _library is not None:
         register_kernel("matmul", "cpu", matmul, matmul_fits)
         register_kernel("take", "cpu", take, take_fits)
+        register_kernel("squares", "cpu", squares, squares_fits)
         register_kernel("encode", "cpu", encode, encode_fits)

@@ -51,3 +51,9 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     values = w.unpacked_levels(*(chosen(getattr(w, name), spans[name]) for name in w.packing), length=columns)
     scales = spread(chosen(lax.stop_gradient(w.scale_values()), w.spans), w.spans[-1:], (columns,))
     return (values * scales).astype(w.dtype)
+
+
+def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For each row, the sums of the squares of what was lost and of what it was, in float32."""
+    array = array.astype(jnp.float32)
+    return jnp.sum((w.decode() - array) ** 2, -1), jnp.sum(array**2, -1)
