@@ -22,7 +22,7 @@ import numpy as np
 import safetensors.numpy
 
 from lowbit.cli.app import app
-from lowbit.io import stream
+from lowbit.io import _boxes, _part
 
 
 def make(path: Path, seed: int) -> Path:
@@ -46,7 +46,7 @@ def start(source: Path, target: Path, log: Path) -> int:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    stream.PIECE, stream.SYNCED = 4096, 8192
+    _boxes.PIECE, _part.SYNCED = 4096, 8192
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs behind them ignore it
     try:
         code = app(["quantize", str(source), str(target), "--format", "int8", "--force"], standalone_mode=False)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -19,8 +20,8 @@ from test_cli import left_over, run
 
 import lowbit
 from lowbit import QuantizationConfig, Rule
+from lowbit.io import _boxes, _part, _reading
 from lowbit.io import convert as converting
-from lowbit.io import stream
 from lowbit.io.safetensors import save
 from lowbit.io.source import open_tensors
 
@@ -67,9 +68,9 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "PIECE", 2048)
-    monkeypatch.setattr(stream, "STRIPE", 2048)
-    monkeypatch.setattr(stream, "SYNCED", 4096)
+    monkeypatch.setattr(_boxes, "PIECE", 2048)
+    monkeypatch.setattr(_boxes, "STRIPE", 2048)
+    monkeypatch.setattr(_part, "SYNCED", 4096)
 
 
 def in_memory(source: Path, target: Path, rules: Any) -> bytes:
@@ -152,7 +153,6 @@ def test_what_is_not_in_the_cache_is_read_past_it(tmp_path: Path, monkeypatch: p
     path.write_bytes(data)
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    monkeypatch.setattr(os, "RWF_NOWAIT", 1 << 30)  # which no system knows, so nothing is in the cache
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
         page = 4096
@@ -160,12 +160,14 @@ def test_what_is_not_in_the_cache_is_read_past_it(tmp_path: Path, monkeypatch: p
         page = 1
     plain, ways = os.preadv, []
     monkeypatch.setattr(os, "preadv", lambda *args: ways.append(args[2:]) or plain(*args))
-    for at, length in ((0, 100_000), (5000, 4096), (8192, 8192), (99_999, 1), (4095, 2)):
-        ways.clear()
-        assert stream._run_of(path, at, length).tobytes() == data[at : at + length]
-        assert len(ways) == 2 and ways[1][0] == at // page * page  # in one read of whole pages
+    for cached in (True, False):
+        for at, length in ((0, 100_000), (5000, 4096), (8192, 8192), (99_999, 1), (4095, 2)):
+            ways.clear()
+            assert _reading._run_of(path, at, length).tobytes() == data[at : at + length]
+            assert ways == [(at if cached else at // page * page,)]  # or in one read of whole pages
+        monkeypatch.setattr(_reading, "_libc", SimpleNamespace(mincore=lambda *args: 0))  # marks no page
     with pytest.raises(ValueError, match="was cut off while it was read"):
-        stream._run_of(path, 99_000, 2000)
+        _reading._run_of(path, 99_000, 2000)
 
 
 def test_what_is_held_whole_is_told(source: Path, tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ WAITING = {
 def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal((96, 64)).astype(np.float32) for name in WAITING}
-    monkeypatch.setattr(stream, "SYNCED", 10_000)  # not all is told when it ends
+    monkeypatch.setattr(_part, "SYNCED", 10_000)  # not all is told when it ends
     safetensors.numpy.save_file(arrays, tmp_path / "in")
     rules = [Rule(name, format) for name, format in WAITING.items()]
     want = in_memory(tmp_path / "in", tmp_path / "whole", rules)
@@ -197,7 +199,7 @@ def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: py
         return converting.convert(open_tensors(tmp_path / "in"), tmp_path / "out", rules=rules, note=notes.append)
 
     def crashed(at: int) -> bool:
-        steps = {name: getattr(stream._Part, name) for name in ("write", "put_scales", "sync", "finish")}
+        steps = {name: getattr(_part.Part, name) for name in ("write", "put_scales", "sync", "finish")}
         left = at
 
         def step(name: str, self: Any, *args: Any) -> None:
@@ -210,8 +212,8 @@ def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: py
 
         with monkeypatch.context() as patch:
             for name in steps:
-                patch.setattr(stream._Part, name, lambda *args, name=name: step(name, *args))
-            patch.setattr(stream._Part, "keep", lambda self: None)  # a crash leaves no line
+                patch.setattr(_part.Part, name, lambda *args, name=name: step(name, *args))
+            patch.setattr(_part.Part, "keep", lambda self: None)  # a crash leaves no line
             try:
                 convert()
             except KeyboardInterrupt:
@@ -237,7 +239,7 @@ INT8 = ("--format", "int8", "--rule", "re:(?!int8).*=keep")
 def stopped(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> Callable[[], int]:
     """Have the third piece fail that has scales, when its codes are written; how many parts of pieces were."""
     names: list[str] = []
-    write = stream._Part.put
+    write = _part.Part.put
 
     def put(self: Any, name: str, *args: Any) -> None:
         if error and name.endswith("scales") and sum(known.endswith("scales") for known in names) == 2:
@@ -245,7 +247,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None)
         names.append(name)
         write(self, name, *args)
 
-    monkeypatch.setattr(stream._Part, "put", put)
+    monkeypatch.setattr(_part.Part, "put", put)
     return lambda: len(names)
 
 
@@ -319,17 +321,17 @@ def test_what_the_data_makes_fail_leaves_nothing(tmp_path: Path) -> None:
 def test_a_source_that_changes_meanwhile_is_an_error(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = stream._Part.finish
-    monkeypatch.setattr(stream._Part, "write", lambda self, *args: os.utime(source, (1, 1)))
+    write = _part.Part.finish
+    monkeypatch.setattr(_part.Part, "write", lambda self, *args: os.utime(source, (1, 1)))
     told = run("quantize", source, tmp_path / "out", *INT8, code=1).stderr
     assert f"{source} was changed while it was read" in told and os.listdir(tmp_path) == [source.name]
-    assert write is stream._Part.finish
+    assert write is _part.Part.finish
 
 
 def test_a_journal_without_its_part_is_cleaned(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         # Killed after the file has taken its place.
-        patch.setattr(stream._Part, "remove", lambda self: None)
+        patch.setattr(_part.Part, "remove", lambda self: None)
         run("quantize", source, tmp_path / "out", *INT8)
     assert left_over(tmp_path) == PART[:1]
     told = run("quantize", source, tmp_path / "out", "--force", *INT8).stderr
@@ -337,7 +339,7 @@ def test_a_journal_without_its_part_is_cleaned(source: Path, tmp_path: Path, mon
 
 
 def test_of_two_writers_one_is_told(source: Path, tmp_path: Path) -> None:
-    lock = stream._lock(tmp_path / "out")
+    lock = _part.lock(tmp_path / "out")
     told = run("quantize", source, tmp_path / "out", code=1).stderr
     assert (
         told == f"lowbit: {tmp_path / 'out'} is being written by another process. Wait for it, or give another name.\n"
@@ -352,15 +354,15 @@ def test_a_file_that_was_finished_meanwhile_is_not_written_into(
 ) -> None:
     journal = tmp_path / PART[0]
     journal.touch()
-    lock = stream.fcntl.flock
+    lock = _part.fcntl.flock
 
     def late(file: int, how: int) -> None:
         lock(file, how)
-        monkeypatch.setattr(stream.fcntl, "flock", lock)
+        monkeypatch.setattr(_part.fcntl, "flock", lock)
         journal.unlink()  # as the other process does when it is done
 
-    monkeypatch.setattr(stream.fcntl, "flock", late)
-    descriptor = stream._lock(tmp_path / "out")
+    monkeypatch.setattr(_part.fcntl, "flock", late)
+    descriptor = _part.lock(tmp_path / "out")
     assert os.path.samestat(os.fstat(descriptor), journal.stat())
     os.close(descriptor)
 
@@ -376,14 +378,14 @@ def test_killed_at_random_moments_it_goes_on(tmp_path: Path) -> None:
 MEASURED = """
 import sys
 from pathlib import Path
-from lowbit.io import stream
+from lowbit.io import _boxes
 from lowbit.io.convert import convert
 from lowbit.io.source import open_tensors
 
 def kilobytes(what):
     return int(Path("/proc/self/status").read_text().split(what + ":")[1].split()[0])
 
-stream.PIECE = stream.STRIPE = 1 << 18
+_boxes.PIECE = _boxes.STRIPE = 1 << 18
 folder = Path(sys.argv[1])
 convert(open_tensors(folder / "small"), folder / "out", rules="nf4")
 before = kilobytes("VmRSS")
