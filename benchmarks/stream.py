@@ -32,7 +32,7 @@ import measure
 import numpy as np
 
 import lowbit
-from lowbit.io import stream
+from lowbit.io import _boxes
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -114,13 +114,14 @@ def disk(path: Path, result: int, folder: Path) -> float:
         while result > 0:
             result -= file.write(buffer[:result].data)
         os.fsync(file.fileno())
+    taken = time.perf_counter() - start
     (folder / "disk").unlink()
-    return time.perf_counter() - start
+    return taken
 
 
 def encode(dtype: str, format: str, axis: int, repeat: int) -> float:
     """Seconds for a byte."""
-    w = jax.random.normal(jax.random.key(0), (stream.PIECE >> 12, 1 << 12), DTYPES[dtype])
+    w = jax.random.normal(jax.random.key(0), (_boxes.PIECE >> 12, 1 << 12), DTYPES[dtype])
     config = lowbit.QuantizationConfig(format, axis=axis)
     compiled = jax.jit(partial(lowbit.quantize, config=config)).lower(w).compile()
     return measure.least({"": [partial(compiled, w)]}, repeat)[""] / w.nbytes
@@ -157,11 +158,12 @@ def main() -> None:
             for format in args.formats.split(","):
                 forget(source)
                 taken, told = run(COMMAND, "quantize", source, target, "--format", format, "--force")
-                peak = told["peak"] * 1024
+                peak, result = told["peak"] * 1024, target.stat().st_size
                 best_disk = best = cores = math.inf
                 for _ in range(args.runs):
-                    best_disk = min(best_disk, disk(source, target.stat().st_size, folder))
+                    best_disk = min(best_disk, disk(source, result, folder))
                     forget(source)
+                    target.unlink()
                     _, told = run(TIMED, source, target, format)
                     (best, cores), peak = (
                         min((best, cores), (told["seconds"], told["cores"])),
