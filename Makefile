@@ -20,8 +20,9 @@ demo: $(VENV)/demo
 
 # On two cores alone: lint 1 minute, tests 13, oldest JAX 5, package 2, TPU 2; the first run installs and builds for 4 more.
 test: lint tests tests-oldest package test-tpu-aot
-# A part of all pairs of features, formats and chips, in the time that there is; `test-all` takes all of them.
+# A part of all pairs of features, formats and chips, and of random programs, in the time that there is.
 LAYOUTS ?= one
+EXAMPLES ?= 10
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .
@@ -29,7 +30,7 @@ lint: $(VENV)/test
 	$(VENV)/bin/pyright
 
 tests: $(VENV)/test
-	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) $(VENV)/bin/python -m pytest -n $(JOBS)
+	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) $(VENV)/bin/python -m pytest -n $(JOBS)
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
@@ -56,13 +57,10 @@ test-tpu-aot: $(TPU)/test
 	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) $(ON_TPU) $(TPU)/bin/python -m pytest -q -n $(JOBS) tests/tpu_aot.py
 endif
 
-# What `tests` runs in part, to be short.
-IN_PART := transforms rules sharding frameworks demo new_format qat tpu
-# Everything slow goes here as it comes.
-test-all: test test-browser test-gpu-aot sanitize fuzz stream
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(addprefix tests/test_,$(addsuffix .py,$(IN_PART)))
-	LOWBIT_TEST_EXAMPLES=200 $(VENV)/bin/python -m pytest -n $(JOBS) tests/test_rules.py -k any_
-	$(MAKE) test-tpu-aot LAYOUTS=all
+# Everything slow, and all of what `test` takes a part of; on two cores alone 80 minutes at most.
+test-all:
+	$(MAKE) test LAYOUTS=all EXAMPLES=200
+	$(MAKE) test-browser test-gpu-aot sanitize fuzz stream
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
 CHROMIUM ?= chromium
