@@ -15,6 +15,7 @@ from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
 from lowbit.formats._blocks import WHOLE, block_max, block_sum
 from lowbit.ops.squares import squares
+from lowbit.ops.take import take
 from lowbit.tree import Plan, naming
 
 from . import _boxes
@@ -139,6 +140,8 @@ def _encoded(
     lost, size = squares(stored, array)
     if not by_block:
         return stored, lost, size, {}
-    read = stored.decode()
+    # Matrices are decoded by the kernel for rows.
+    full = stored.replace(dtype=np.dtype(np.float32))
+    read = take(full, jnp.arange(full.shape[0])[:, None]) if full.ndim == 2 else full.decode()
     sums = (block_sum(read * x, stored.spans) for x in (read, array.astype(jnp.float32)))
     return stored, lost, size, dict(zip(SUMS, sums, strict=True))

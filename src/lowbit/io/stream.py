@@ -38,7 +38,7 @@ from ._writing import Layout, index_parts
 from .source import Tensors
 
 WORKERS = 3  # that read and encode, a piece each: while one waits for the disk, another has the cores
-QUEUE = 6  # pieces that are on their way at a time; of large ones two, for the memory
+QUEUE = 6  # pieces that are on their way at a time; two, of those that take more memory
 
 Progress = Callable[[int, int], None]
 
@@ -119,7 +119,8 @@ def _run(works: Sequence[Work], part: Part, progress: Progress, note: Note) -> N
         for number, (work, step) in enumerate(steps[part.done :], part.done):
             if work.twice and step == len(work.boxes):
                 write()  # now all of it was looked at
-            write(left=(QUEUE if volume(work.box(step)) <= _boxes.PIECE else 2) - 1)
+            light = volume(work.box(step)) <= _boxes.PIECE and not work.waits
+            write(left=QUEUE - 1 if light else 1)
             making.append((number, workers.submit(made, work, step)))
         write()
 
