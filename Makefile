@@ -59,7 +59,7 @@ endif
 
 # Everything slow, and all of what `test` takes a part of; on two cores alone 80 minutes at most.
 test-all:
-	$(MAKE) test LAYOUTS=all EXAMPLES=200
+	$(MAKE) test LAYOUTS=all EXAMPLES=100
 	$(MAKE) test-browser test-gpu-aot sanitize fuzz stream
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
