@@ -18,7 +18,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
 
-# On two cores alone: lint 1 minute, tests 13, oldest JAX 5, package 2, TPU 2; the first run installs and builds for 4 more.
+# On two cores alone: lint 1 minute, tests 13, oldest JAX 3, package 1, TPU 1; the first run installs and builds for 4 more.
 test: lint tests tests-oldest package test-tpu-aot
 # A part of all pairs of features, formats and chips, and of random programs, in the time that there is.
 LAYOUTS ?= one
