@@ -100,6 +100,17 @@ def test_pieces_make_the_file_that_one_makes_in_memory(source: Path, tmp_path: P
             assert found.error == pytest.approx(lost, rel=1e-4)
 
 
+def test_systems_that_have_less_make_the_same_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = in_memory(source, tmp_path / "whole", RULES)
+    for name in ("O_DIRECT", "posix_fadvise", "fdatasync"):
+        monkeypatch.delattr(os, name, raising=False)
+    monkeypatch.setattr(_reading, "_libc", SimpleNamespace(mincore=lambda *args: -1))
+    converting.convert(open_tensors(source), tmp_path / "out", rules=RULES)
+    assert (tmp_path / "out").read_bytes() == want
+
+
 def test_every_reader_is_read_in_pieces(source: Path, tmp_path: Path) -> None:
     w = np.random.default_rng(0).normal(size=(96, 256)).astype(np.float32)
     writer = gguf.GGUFWriter(tmp_path / "in.gguf", "llama")

@@ -77,16 +77,16 @@ class Part:
                 return
             note(f"{self.path.name} is of another source or other rules: starting over.")
         os.ftruncate(self.journal, 0)
-        os.fdatasync(self.journal)
+        _to_disk(self.journal)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         os.ftruncate(self.file, self.size)
         self.append({"key": key})
 
     def append(self, line: dict[str, Any]) -> None:
         """What the journal says is on the disk, is on the disk."""
-        os.fdatasync(self.file)
+        _to_disk(self.file)
         os.write(self.journal, json.dumps(line).encode() + b"\n")
-        os.fdatasync(self.journal)
+        _to_disk(self.journal)
 
     def write(self, work: Work, step: int, stored: dict[str, Any], lost: tuple[float, float]) -> None:
         """Write what a step gave, and now and then a line of the journal."""
@@ -208,6 +208,10 @@ class Part:
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
         self.journal_path.unlink(missing_ok=True)
+
+
+def _to_disk(file: int) -> None:
+    getattr(os, "fdatasync", os.fsync)(file)  # macOS has the latter only
 
 
 def _waiting(name: str, field: str) -> str:

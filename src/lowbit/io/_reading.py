@@ -132,8 +132,8 @@ def _run_of(path: Path, at: int, length: int) -> np.ndarray:
             if getattr(_own, "pages", np.empty(0)).size < size:
                 _own.pages = _aligned(size, _PAGE)  # new memory costs as much as to read into it
             pages = _own.pages[:size]
-            with contextlib.suppress(OSError):  # not every file system can
-                direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # not every file system can, and macOS has another way
+                direct = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC)
                 try:
                     if os.preadv(direct, [pages.data], first) >= at + length - first:
                         data[:], done = pages[at - first :][:length], length
@@ -166,7 +166,8 @@ def _copy(path: Path, first: int, shape: Sequence[int], box: Box, into: np.ndarr
             part, into = part[0], into[0]
         stride, step = part.strides[0], max(MAPPED // part.strides[0], 1)
         for i in range(0, len(part), step):
-            os.posix_fadvise(file.fileno(), at + (i + step) * stride, step * stride, os.POSIX_FADV_WILLNEED)
+            if hasattr(os, "posix_fadvise"):  # not on macOS
+                os.posix_fadvise(file.fileno(), at + (i + step) * stride, step * stride, os.POSIX_FADV_WILLNEED)
             into[i : i + step] = part[i : i + step]
             pages.madvise(mmap.MADV_DONTNEED)
         del whole, part
