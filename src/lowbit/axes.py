@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .runtime import implicit, is_implicit
-from .runtime._compat import subjaxprs
+from .runtime import _compat, implicit, is_implicit
 
 # The last name of a path, or a pattern for all of it, and the axis it contracts. Embeddings are stored by row.
 NAMES: tuple[tuple[str, int, str], ...] = (
@@ -161,11 +160,13 @@ class _Uses:
     def step(self, eqn: JaxprEqn, views: list[_Views]) -> Sequence[_Views]:
         """Note the uses of an equation; the views among its results."""
         name, params = eqn.primitive.name, eqn.params
-        inner = list(subjaxprs(params))
-        if name == "scan":
-            return self.scan(inner[0], views, params["num_consts"], params["num_carry"])
-        if name == "while":
-            return self.loop(views, params)
+        inner = list(_compat.subjaxprs(params))
+        if name == "scan" and (scan := _compat.scan(params)):
+            return self.scan(scan, views)
+        if name == "while" and (loop := _compat.while_loop(params)):
+            return self.loop(loop, views)
+        if name in ("scan", "while"):  # of a JAX that we do not know
+            inner = []
         if name == "cond":
             outs = [self.walk(branch, views[1:]) for branch in inner]
             return [tuple(dict.fromkeys(v for views in choices for v in views)) for choices in zip(*outs, strict=True)]
@@ -216,18 +217,18 @@ class _Uses:
                 return _View(view.leaf, tuple(place.get(i, ()) for i in range(len(shape))))
         return None
 
-    def scan(self, body: Jaxpr, views: list[_Views], consts: int, carry: int) -> Sequence[_Views]:
-        rest = consts + carry
+    def scan(self, scan: _compat.Scan, views: list[_Views]) -> Sequence[_Views]:
+        rest = scan.num_consts + scan.num_carry
         layers = [tuple(_View(v.leaf, v.axes[1:]) for v in side) for side in views[rest:]]
-        outs = self.walk(body, [*views[:rest], *layers])
-        stacked = [tuple(_View(v.leaf, ((), *v.axes)) for v in side) for side in outs[carry:]]
-        return [*outs[:carry], *stacked]
+        outs = self.walk(scan.body.jaxpr, [*views[:rest], *layers])
+        stacked = [tuple(_View(v.leaf, ((), *v.axes)) for v in side) for side in outs[scan.num_carry :]]
+        return [*outs[: scan.num_carry], *stacked]
 
-    def loop(self, views: list[_Views], params: dict[str, Any]) -> Sequence[_Views]:
-        tests, bodies = params["cond_nconsts"], params["body_nconsts"]
-        state = views[tests + bodies :]
-        self.walk(params["cond_jaxpr"].jaxpr, [*views[:tests], *state])
-        return self.walk(params["body_jaxpr"].jaxpr, [*views[tests : tests + bodies], *state])
+    def loop(self, loop: _compat.While, views: list[_Views]) -> Sequence[_Views]:
+        start = loop.condition_consts + loop.body_consts
+        state = views[start:]
+        self.walk(loop.condition.jaxpr, [*views[: loop.condition_consts], *state])
+        return self.walk(loop.body.jaxpr, [*views[loop.condition_consts : start], *state])
 
 
 def _shape(var: Any) -> tuple[int, ...]:

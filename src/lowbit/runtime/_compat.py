@@ -1,14 +1,239 @@
-"""What differs between the JAX versions we support, and nothing else.
+"""What differs between JAX versions: how to call it, and which parameters its primitives have.
 
-Each function names the versions it bridges, so that it can go when the older one does.
+Each function names the versions it bridges, so that it can go when the older one does. A JAX that is newer than this
+module may have other parameters: their readers then return None, and the caller falls back to dense arrays.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters import ad
+
+# --- the parameters of primitives that hold other programs
+
+Params = Mapping[str, Any]
+
+
+class Program(NamedTuple):
+    """A jaxpr with the values of its constants."""
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
+
+
+def opened(jaxpr: Any) -> Program:
+    """A jaxpr and its constants, whether it is closed or not."""
+    # 0.12 merges ClosedJaxpr into Jaxpr; `.jaxpr` and `.consts` are its names for the old two halves.
+    return Program(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()))
+
+
+def _has(params: Params, needed: str, unused: str = "") -> bool:
+    """Whether the parameters are those named, and perhaps others that are not set."""
+    known = {*needed.split(), *unused.split()}
+    others = [value for name, value in params.items() if name not in known]
+    return all(name in params for name in needed.split()) and not any(map(is_set, others))
+
+
+def is_set(value: Any) -> bool:
+    """Whether a parameter asks for anything; one that does not may be left out."""
+    empty = isinstance(value, tuple | list | dict | frozenset) and not value
+    return not (value is None or value is False or empty)
+
+
+class Scan(NamedTuple):
+    body: Program
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+    options: dict[str, Any]
+
+
+def scan(params: Params) -> Scan | None:
+    if "ft_in" in params:  # from 0.11 on; before it, two numbers
+        if not _has(params, "jaxpr ft_in ft_out length reverse unroll"):
+            return None
+        groups = params["ft_in"].unpack() if hasattr(params["ft_in"], "unpack") else ()
+        if len(groups) != 3:
+            return None
+        num_consts, num_carry = len(groups[0]), len(groups[1])
+    elif _has(params, "jaxpr num_consts num_carry length reverse unroll", "linear _split_transpose"):
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    else:
+        return None
+    options = {"_split_transpose": True} if params.get("_split_transpose") else {}
+    chosen = (params[name] for name in ("length", "reverse", "unroll"))
+    return Scan(opened(params["jaxpr"]), num_consts, num_carry, *chosen, options)
+
+
+class While(NamedTuple):
+    condition: Program
+    condition_consts: int
+    body: Program
+    body_consts: int
+
+
+def while_loop(params: Params) -> While | None:
+    if not _has(params, "cond_jaxpr cond_nconsts body_jaxpr body_nconsts"):
+        return None
+    condition, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
+    return While(condition, params["cond_nconsts"], body, params["body_nconsts"])
+
+
+def branches(params: Params) -> list[Program] | None:
+    return [opened(branch) for branch in params["branches"]] if _has(params, "branches", "linear") else None
+
+
+class Jit(NamedTuple):
+    key: Any  # the object that stands for the program, which is the same at every call of the same function
+    in_shardings: tuple[Any, ...]
+    out_shardings: tuple[Any, ...]
+    donated: tuple[int, ...]
+    name: str
+    keep_unused: bool
+    inline: Any
+
+
+def jit(params: Params) -> Jit | None:
+    needed = "jaxpr name in_shardings out_shardings donated_invars keep_unused inline"
+    # Layouts and compiler options belong to the outermost jit; the mesh is in the equation's context.
+    if not _has(params, needed, "in_layouts out_layouts ctx_mesh compiler_options_kvs"):
+        return None
+    return Jit(
+        params["jaxpr"],
+        tuple(params["in_shardings"]),
+        tuple(params["out_shardings"]),
+        tuple(i for i, donated in enumerate(params["donated_invars"]) if donated),
+        params["name"],
+        params["keep_unused"],
+        params["inline"],
+    )
+
+
+def closed_call(params: Params) -> Program | None:
+    return opened(params["call_jaxpr"]) if _has(params, "call_jaxpr") else None
+
+
+class Checkpoint(NamedTuple):
+    body: Program
+    prevent_cse: Any
+    differentiated: bool
+    policy: Any
+
+
+def checkpoint(params: Params) -> Checkpoint | None:
+    if not _has(params, "jaxpr prevent_cse differentiated policy"):
+        return None
+    return Checkpoint(opened(params["jaxpr"]), params["prevent_cse"], params["differentiated"], params["policy"])
+
+
+def marked_as_differentiated(program: Any) -> Any:
+    """The program with its checkpoints marked as parts of a backward pass."""
+    eqns = [
+        e.replace(params={**e.params, "differentiated": True}) if "differentiated" in e.params else e
+        for e in program.jaxpr.eqns
+    ]
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns))
+
+
+class ShardMap(NamedTuple):
+    body: Program
+    mesh: Any
+    in_specs: Any
+    out_specs: Any
+    axis_names: set[str]
+    check_vma: bool
+
+
+def shard_map(params: Params) -> ShardMap | None:
+    manual = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"  # up to 0.10
+    if not _has(params, f"jaxpr mesh in_specs out_specs check_vma {manual}"):
+        return None
+    given = (params[name] for name in ("mesh", "in_specs", "out_specs"))
+    return ShardMap(opened(params["jaxpr"]), *given, set(params[manual]), params["check_vma"])
+
+
+class CustomJvp(NamedTuple):
+    call: Program
+    num_consts: int
+    # For each operand whether its tangent is zero -> the rule's program, and which of its tangents are zero.
+    rule: Callable[..., tuple[Program, Sequence[bool]]]
+
+
+def custom_jvp(params: Params) -> CustomJvp | None:
+    if not _has(params, "call_jaxpr jvp_jaxpr_fun num_consts", "symbolic_zeros"):
+        return None
+
+    def rule(*zeros: bool) -> tuple[Program, Sequence[bool]]:
+        jaxpr, consts, out_zeros = params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+        return Program(jaxpr, consts), out_zeros
+
+    return CustomJvp(opened(params["call_jaxpr"]), params["num_consts"], rule)
+
+
+class CustomVjp(NamedTuple):
+    call: Program
+    num_consts: int
+    # For each operand whether it is differentiated -> the program of the residuals and results.
+    forward: Callable[..., Program]
+    # Which residuals are operands, by their number; None for those that `forward` returns, before the results.
+    forwarded: Callable[[], Sequence[int | None]]
+    # Residuals and cotangents -> cotangents of the operands, None for zero.
+    backward: Callable[..., list[Any]]
+
+
+def custom_vjp(params: Params) -> CustomVjp | None:
+    if not _has(params, "call_jaxpr fwd_jaxpr_thunk bwd num_consts out_trees", "symbolic_zeros"):
+        return None
+
+    def backward(*values: Any) -> list[Any]:
+        grads = params["bwd"].call_wrapped(*values)
+        if len(grads) == 2 and isinstance(grads[0], list):  # from 0.12 on, with a log
+            grads, _ = grads
+        # Zeros are objects of JAX's own, which no trace returns.
+        return [None if type(g) is ad.Zero else g for g in grads]
+
+    return CustomVjp(
+        opened(params["call_jaxpr"]),
+        params["num_consts"],
+        lambda *live: Program(*params["fwd_jaxpr_thunk"].call_wrapped(*live)),
+        lambda: params["out_trees"]()[2],
+        backward,
+    )
+
+
+def sharding_constraint(params: Params) -> Any:
+    """The sharding that is asked for."""
+    return params["sharding"] if _has(params, "sharding", "layout context_mesh unconstrained_dims") else None
+
+
+def reshard(params: Params) -> Any:
+    """The sharding that is asked for."""
+    return params["dst_sharding"] if _has(params, "dst_sharding", "concrete_mesh") else None
+
+
+def device_put(params: Params) -> Sequence[Any] | None:
+    """The device or sharding for each operand."""
+    # Whether the result may share memory with the operand does not matter inside of a program.
+    return params["devices"] if _has(params, "devices", "srcs copy_semantics") else None
+
+
+def warn_of_unknown_parameters(primitive: Any, names: Sequence[str]) -> None:
+    """Say that JAX's primitive is not the one that we know."""
+    warnings.warn(
+        f"lowbit does not know the parameters of the primitive {primitive} in JAX {jax.__version__} "
+        f"({', '.join(names)}), so low-bit operands of it go dense. Please upgrade lowbit.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+# --- calls
 
 
 def rebind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -24,10 +249,8 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
     for param in params.values():
         for item in param if isinstance(param, (tuple, list)) else (param,):
-            # 0.12 merges ClosedJaxpr into Jaxpr.
             if isinstance(item, (Jaxpr, ClosedJaxpr)):
-                jaxpr: Any = getattr(item, "jaxpr", item)
-                yield jaxpr
+                yield opened(item).jaxpr
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -7,19 +7,41 @@ the results of branches) and would not, it becomes dense.
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-from jax.interpreters import ad
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from . import _compat
 from ._array import ImplicitArray, dense, is_implicit
 from ._interpret import go_dense, interpret, run
 from ._register import register, rule_count
+
+P = TypeVar("P")
+
+
+def _control(
+    primitive: str, read: Callable[[_compat.Params], P | None]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register `fn(parameters, *operands)`. Parameters that `read` does not know send the operands to the fallback."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @register(primitive)
+        def _(primitive: Any, *operands: Any, **params: Any) -> Any:
+            known = read(params)
+            if known is None:
+                _compat.warn_of_unknown_parameters(primitive, list(params))
+                return NotImplemented
+            return fn(known, *operands)
+
+        return fn
+
+    return decorate
+
 
 # --- leaf by leaf: what these do to an array they do to its parts
 
@@ -38,24 +60,18 @@ for _name in ("copy", "pvary", "optimization_barrier", "stop_gradient"):
 # --- shardings speak of the array, and its parts are laid out accordingly
 
 
-@register("sharding_constraint")
-def _(primitive: Any, operand: ImplicitArray, *, sharding: Any, **params: Any) -> Any:
-    del primitive, params
+@_control("sharding_constraint", _compat.sharding_constraint)
+def _(sharding: Any, operand: ImplicitArray) -> Any:
     return _constrained(operand, sharding)
 
 
-@register("reshard")
-def _(primitive: Any, operand: ImplicitArray, *, dst_sharding: Any, **params: Any) -> Any:
-    return jax.tree.map(
-        lambda part, sharding: primitive.bind(part, dst_sharding=sharding, **params),
-        operand,
-        operand.part_shardings(dst_sharding),
-    )
+@_control("reshard", _compat.reshard)
+def _(sharding: Any, operand: ImplicitArray) -> Any:
+    return jax.tree.map(jax.sharding.reshard, operand, operand.part_shardings(sharding))
 
 
-@register("device_put")
-def _(*operands: Any, devices: Sequence[Any], **params: Any) -> Any:
-    del params  # whether it may share memory is no matter inside of a program
+@_control("device_put", _compat.device_put)
+def _(devices: Sequence[Any], *operands: Any) -> Any:
     targets = [x.part_shardings(to) if is_implicit(x) else to for x, to in zip(operands, devices, strict=True)]
     return [jax.device_put(x, to) for x, to in zip(operands, targets, strict=True)]
 
@@ -71,36 +87,25 @@ def _constrained(value: Any, sharding: Any) -> Any:
 _compiled_calls: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
-@register("jit")
-def _(
-    *operands: Any,
-    jaxpr: ClosedJaxpr,
-    name: str,
-    in_shardings: Sequence[Any],
-    out_shardings: Sequence[Any],
-    donated_invars: Sequence[bool],
-    keep_unused: bool,
-    inline: bool,
-    **params: Any,
-) -> Any:
-    del params  # layouts and compiler options belong to the outermost jit; the mesh is in the equation's context
-    key = (rule_count(), name, tuple(in_shardings), tuple(out_shardings), tuple(donated_invars), keep_unused, inline)
+@_control("jit", _compat.jit)
+def _(jit: _compat.Jit, *operands: Any) -> Any:
     # A function that is called ten times is compiled once: the same jaxpr gives the same jit.
     # The call holds its jaxpr weakly, so that it does not keep its own key alive.
-    cache = _compiled_calls.setdefault(jaxpr, {})
+    cache = _compiled_calls.setdefault(jit.key, {})
+    key = (rule_count(), jit[1:])
     if key not in cache:
-        program = weakref.ref(jaxpr)
+        program = weakref.ref(jit.key)
 
         def call(*values: Any) -> list[Any]:
             body = program()
             assert body is not None
-            values = tuple(map(_constrained_if_given, values, in_shardings))
-            outs = interpret(body.jaxpr, body.consts, values)
-            return list(map(_constrained_if_given, outs, out_shardings))
+            values = tuple(map(_constrained_if_given, values, jit.in_shardings))
+            outs = interpret(_compat.opened(body), values)
+            return list(map(_constrained_if_given, outs, jit.out_shardings))
 
-        call.__name__ = name
-        donate = tuple(i for i, given in enumerate(donated_invars) if given)
-        cache[key] = jax.jit(call, donate_argnums=donate, keep_unused=keep_unused, inline=inline)
+        call.__name__ = jit.name
+        jit = jit._replace(key=None)
+        cache[key] = jax.jit(call, donate_argnums=jit.donated, keep_unused=jit.keep_unused, inline=jit.inline)
     return cache[key](*operands)
 
 
@@ -108,48 +113,51 @@ def _constrained_if_given(value: Any, sharding: Any) -> Any:
     return _constrained(value, sharding) if isinstance(sharding, jax.sharding.Sharding) else value
 
 
-@register("closed_call")
-def _(*operands: Any, call_jaxpr: Any, **params: Any) -> Any:
-    del params
-    return interpret(getattr(call_jaxpr, "jaxpr", call_jaxpr), getattr(call_jaxpr, "consts", ()), operands)
+@_control("closed_call", _compat.closed_call)
+def _(program: _compat.Program, *operands: Any) -> Any:
+    return interpret(program, operands)
 
 
-@register("checkpoint")
-def _(*operands: Any, jaxpr: Jaxpr, prevent_cse: Any, differentiated: bool, policy: Any) -> Any:
-    call = jax.checkpoint(lambda *values: interpret(jaxpr, (), values), prevent_cse=prevent_cse, policy=policy)
-    if not differentiated:
+@_control("checkpoint", _compat.checkpoint)
+def _(checkpoint: _compat.Checkpoint, *operands: Any) -> Any:
+    call = jax.checkpoint(
+        lambda *values: interpret(checkpoint.body, values),
+        prevent_cse=checkpoint.prevent_cse,
+        policy=checkpoint.policy,
+    )
+    if not checkpoint.differentiated:
         return call(*operands)
     # The backward pass of a gradient taken inside. Only JAX's own differentiation marks a checkpoint so,
     # and unmarked it would be merged with the forward pass.
     closed, shapes = jax.make_jaxpr(call, return_shape=True)(*operands)
-    eqns = [
-        e.replace(params={**e.params, "differentiated": True}) if "differentiated" in e.params else e
-        for e in closed.jaxpr.eqns
-    ]
-    marked = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
+    marked = _compat.marked_as_differentiated(closed)
     return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(marked)(*jax.tree.leaves(operands)))
 
 
-@register("shard_map")
-def _(*operands: Any, jaxpr: Jaxpr, mesh: Any, in_specs: Any, out_specs: Any, check_vma: bool, **axes: Any) -> Any:
+@_control("shard_map", _compat.shard_map)
+def _(given: _compat.ShardMap, *operands: Any) -> Any:
     operands = tuple(x.plain() if is_implicit(x) else x for x in operands)
 
     def on_shards(fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        manual = axes["newly_manual_axes" if "newly_manual_axes" in axes else "manual_axes"]
-        specs = tuple(map(_part_specs, operands, in_specs))
+        specs = tuple(map(_part_specs, operands, given.in_specs))
         return jax.shard_map(
-            fn, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=set(manual), check_vma=check_vma
+            fn,
+            mesh=given.mesh,
+            in_specs=specs,
+            out_specs=out_specs,
+            axis_names=given.axis_names,
+            check_vma=given.check_vma,
         )
 
     found: list[Any] = []
 
     def probe(*values: Any) -> None:
-        outs = interpret(jaxpr, (), values)
+        outs = interpret(given.body, values)
         found[:] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outs)
 
     # Which results are implicit is known only inside, but their specs are asked for outside.
     jax.eval_shape(on_shards(probe, None), *operands)
-    call = on_shards(lambda *values: interpret(jaxpr, (), values), list(map(_part_specs, found, out_specs)))
+    call = on_shards(lambda *values: interpret(given.body, values), list(map(_part_specs, found, given.out_specs)))
     return call(*operands)
 
 
@@ -160,33 +168,22 @@ def _part_specs(value: Any, spec: PartitionSpec) -> Any:
 # --- loops and branches
 
 
-@register("scan")
-def _(
-    *operands: Any,
-    jaxpr: ClosedJaxpr,
-    num_consts: int,
-    num_carry: int,
-    length: int,
-    reverse: bool,
-    unroll: int,
-    **params: Any,
-) -> Any:
-    split = params.get("_split_transpose", False)
-    consts = operands[:num_consts]
-    init = list(operands[num_consts : num_consts + num_carry])
-    xs = operands[num_consts + num_carry :]
+@_control("scan", _compat.scan)
+def _(scan: _compat.Scan, *operands: Any) -> Any:
+    start = scan.num_consts + scan.num_carry
+    consts, init, xs = operands[: scan.num_consts], list(operands[scan.num_consts : start]), operands[start:]
     sliced = list(map(_sliced, xs))
 
     def step(carry: Any, x: Any) -> tuple[list[Any], list[Any]]:
         i, slices = x
         layers = [_layer(stack, i, s) for stack, s in zip(xs, slices, strict=True)]
-        outs = interpret(jaxpr.jaxpr, jaxpr.consts, [*consts, *carry, *layers])
-        return outs[:num_carry], [_resolved(y) for y in outs[num_carry:]]
+        outs = interpret(scan.body, [*consts, *carry, *layers])
+        return outs[: scan.num_carry], [_resolved(y) for y in outs[scan.num_carry :]]
 
-    if length == 0:
-        ys = [jnp.zeros((0, *v.aval.shape), v.aval.dtype) for v in jaxpr.jaxpr.outvars[num_carry:]]
+    if scan.length == 0:
+        ys = [jnp.zeros((0, *v.aval.shape), v.aval.dtype) for v in scan.body.jaxpr.outvars[scan.num_carry :]]
         return [*init, *ys]
-    walked = (jnp.arange(length), sliced)
+    walked = (jnp.arange(scan.length), sliced)
     first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], walked))
     init = _settled_carry(lambda carry, x: step(carry, x)[0], init, "scan", first)
 
@@ -194,8 +191,7 @@ def _(
         after, ys = step(carry, x)
         return _conform(after, carry, "scan"), ys
 
-    options = {"_split_transpose": split} if split else {}
-    carry, ys = lax.scan(body, init, walked, length, reverse=reverse, unroll=unroll, **options)
+    carry, ys = lax.scan(body, init, walked, scan.length, reverse=scan.reverse, unroll=scan.unroll, **scan.options)
     return [*carry, *ys]
 
 
@@ -221,40 +217,32 @@ def _layer(stack: Any, i: Any, slices: Any) -> Any:
     return run(take, stack, i)
 
 
-@register("while")
-def _(
-    *operands: Any,
-    cond_jaxpr: ClosedJaxpr,
-    cond_nconsts: int,
-    body_jaxpr: ClosedJaxpr,
-    body_nconsts: int,
-) -> Any:
-    cond_consts = operands[:cond_nconsts]
-    body_consts = operands[cond_nconsts : cond_nconsts + body_nconsts]
+@_control("while", _compat.while_loop)
+def _(loop: _compat.While, *operands: Any) -> Any:
+    start = loop.condition_consts + loop.body_consts
+    condition_consts, body_consts = operands[: loop.condition_consts], operands[loop.condition_consts : start]
 
     def step(carry: Any) -> list[Any]:
-        return interpret(body_jaxpr.jaxpr, body_jaxpr.consts, [*body_consts, *carry])
+        return interpret(loop.body, [*body_consts, *carry])
 
     def go_on(carry: Any) -> Any:
-        return dense(interpret(cond_jaxpr.jaxpr, cond_jaxpr.consts, [*cond_consts, *carry])[0])
+        return dense(interpret(loop.condition, [*condition_consts, *carry])[0])
 
-    init = _settled_carry(step, operands[cond_nconsts + body_nconsts :], "while")
+    init = _settled_carry(step, operands[start:], "while")
     return lax.while_loop(go_on, lambda carry: _conform(step(carry), carry, "while"), init)
 
 
-@register("cond")
-def _(index: Any, *operands: Any, branches: Sequence[ClosedJaxpr], **params: Any) -> Any:
-    del params
-
-    def results(branch: ClosedJaxpr, *values: Any) -> list[Any]:
-        return [_resolved(y) for y in interpret(branch.jaxpr, branch.consts, values)]
+@_control("cond", _compat.branches)
+def _(branches: list[_compat.Program], index: Any, *operands: Any) -> Any:
+    def results(branch: _compat.Program, *values: Any) -> list[Any]:
+        return [_resolved(y) for y in interpret(branch, values)]
 
     outs = [jax.eval_shape(partial(results, branch), *operands) for branch in branches]
     wanted = [
         slot[0] if all(_same_type(slot[0], other) for other in slot) else None for slot in zip(*outs, strict=True)
     ]
 
-    def way(branch: ClosedJaxpr, *values: Any) -> list[Any]:
+    def way(branch: _compat.Program, *values: Any) -> list[Any]:
         return _conform(results(branch, *values), wanted, "cond")
 
     return lax.switch(dense(index), [partial(way, branch) for branch in branches], *operands)
@@ -288,9 +276,9 @@ def _same_type(x: Any, y: Any) -> bool:
 # --- custom derivatives: the function's own rule, run with the implicit operands
 
 
-def _dense_results(call_jaxpr: ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
+def _dense_results(program: _compat.Program, name: str) -> Callable[..., list[Any]]:
     def call(*values: Any) -> list[Any]:
-        return [go_dense(y, name) for y in interpret(call_jaxpr.jaxpr, call_jaxpr.consts, values)]
+        return [go_dense(y, name) for y in interpret(program, values)]
 
     return call
 
@@ -299,15 +287,15 @@ def _is_zero(tangent: Any) -> bool:
     return all(isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(tangent))
 
 
-@register("custom_jvp_call")
-def _(*operands: Any, call_jaxpr: ClosedJaxpr, jvp_jaxpr_fun: Any, num_consts: int, **params: Any) -> Any:
-    del params
-    call = jax.custom_jvp(_dense_results(call_jaxpr, "custom_jvp_call"))
+@_control("custom_jvp_call", _compat.custom_jvp)
+def _(given: _compat.CustomJvp, *operands: Any) -> Any:
+    call = jax.custom_jvp(_dense_results(given.call, "custom_jvp_call"))
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        moved = [_dense_tangent(p, t) for p, t in zip(primals[num_consts:], tangents[num_consts:], strict=True)]
-        rule, consts, out_zeros = jvp_jaxpr_fun.call_wrapped(*(t is None for t in moved))
-        outs = interpret(rule, consts, [*primals[num_consts:], *(t for t in moved if t is not None)])
+        values = primals[given.num_consts :]
+        moved = [_dense_tangent(p, t) for p, t in zip(values, tangents[given.num_consts :], strict=True)]
+        rule, out_zeros = given.rule(*(t is None for t in moved))
+        outs = interpret(rule, [*values, *(t for t in moved if t is not None)])
         outs = [go_dense(y, "custom_jvp_call") for y in outs]
         values, live = outs[: len(out_zeros)], iter(outs[len(out_zeros) :])
         return values, [jnp.zeros_like(y) if zero else next(live) for y, zero in zip(values, out_zeros, strict=True)]
@@ -332,46 +320,31 @@ def _dense_tangent(primal: Any, tangent: Any) -> Any:
     return jax.jvp(dense, (primal,), (tangent,))[1]
 
 
-@register("custom_vjp_call")
-def _(
-    *operands: Any,
-    call_jaxpr: ClosedJaxpr,
-    fwd_jaxpr_thunk: Any,
-    bwd: Any,
-    num_consts: int,
-    out_trees: Callable[[], Any],
-    **params: Any,
-) -> Any:
-    del params
-    consts, args = operands[:num_consts], operands[num_consts:]
+@_control("custom_vjp_call", _compat.custom_vjp)
+def _(given: _compat.CustomVjp, *operands: Any) -> Any:
+    consts, args = operands[: given.num_consts], operands[given.num_consts :]
 
     @jax.custom_vjp
     def call(*args: Any) -> list[Any]:
-        return _dense_results(call_jaxpr, "custom_vjp_call")(*consts, *args)
+        return _dense_results(given.call, "custom_vjp_call")(*consts, *args)
 
     def forward(*args: Any) -> Any:
-        program, program_consts = fwd_jaxpr_thunk.call_wrapped(*(True for _ in args))
-        outs = interpret(program, program_consts, args)
+        outs = interpret(given.forward(*(True for _ in args)), args)
         # Residuals that are arguments unchanged are not among the results, but named by position.
-        _, _, forwarded = out_trees()
+        forwarded = given.forwarded()
         count = sum(f is None for f in forwarded)
         new = iter(outs[:count])
-        given = [*consts, *args]
-        residuals = [next(new) if f is None else given[f] for f in forwarded]
+        values = [*consts, *args]
+        residuals = [next(new) if f is None else values[f] for f in forwarded]
         return [go_dense(y, "custom_vjp_call") for y in outs[count:]], (residuals, args)
 
     def backward(kept: Any, cotangents: Any) -> Any:
         residuals, args = kept
-        grads = run(lambda *values: _without_zeros(bwd.call_wrapped(*values)), *residuals, *cotangents)
+        grads = run(given.backward, *residuals, *cotangents)
         return tuple(map(_part_cotangent, args, grads))
 
     call.defvjp(forward, backward)
     return call(*args)
-
-
-def _without_zeros(grads: Sequence[Any]) -> list[Any]:
-    """None for the zeros that are objects of JAX's own, which no trace returns."""
-    return [None if type(g) is ad.Zero else g for g in grads]
 
 
 def _part_cotangent(primal: Any, cotangent: Any) -> Any:

@@ -68,7 +68,7 @@ def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     traced = [leaves[i] for i in traced_at]
     closed = jax.make_jaxpr(on_stand_ins)(traced)
-    results = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(traced))
+    results = interpret(_compat.opened(closed), jax.tree.leaves(traced))
     outs = list(static_outs)
     for i, result in zip(dense_at, results, strict=True):
         outs[i] = result
@@ -81,8 +81,9 @@ def _is_dense(x: Any) -> bool:
     return isinstance(x, DENSE_TYPES) and getattr(x.dtype, "kind", "V") not in "OSUM"
 
 
-def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr on values of which some are implicit."""
+def interpret(program: _compat.Program, args: Sequence[Any]) -> list[Any]:
+    """Run a program on values of which some are implicit."""
+    jaxpr, consts = program
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, Literal)}
     kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)}

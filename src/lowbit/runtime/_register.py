@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from . import _compat
 from ._array import ImplicitArray
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -45,8 +46,9 @@ def register(primitive: core.Primitive | str, *, precedence: int = 0) -> Callabl
 
     Operands are positional and chosen by their annotations: classes, unions, `Any` or none; `*operands` for any number.
     The most specific rule wins, then the higher precedence, then the later one. Every dense operand is a `jax.Array`.
-    The primitive's parameters come by keyword. A parameter that a rule does not name, and that is set, passes it by,
-    so a rule need not know options of JAX to come. A first argument called `primitive` receives the primitive.
+    The primitive's parameters come by keyword. A rule is passed over where a parameter is set that it does not name,
+    and where one is missing that it needs, so that a rule need not know the options of JAX to come.
+    A first argument called `primitive` receives the primitive.
     `NotImplemented` passes to the next rule; after the last the arrays are made dense and the primitive runs as usual.
 
     >>> import dataclasses, jax, jax.numpy as jnp, lowbit
@@ -130,6 +132,7 @@ class _Rule:
     variadic: tuple[type, ...] | None  # those of *operands
     takes_primitive: bool
     keywords: frozenset[str] | None  # the parameters it names; None for **params
+    required: frozenset[str]  # those without a default
     precedence: int
     order: int
 
@@ -147,14 +150,18 @@ class _Rule:
         operands, variadic = {}, None
         kinds = {p.kind for p in parameters}
         keywords = None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(p.name for p in parameters)
+        required = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
         for p in parameters[takes_primitive:]:
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty:
                 operands[p.name] = _classes(hints.get(p.name, Any), fn)
             elif p.kind is p.VAR_POSITIONAL:
                 variadic = _classes(hints.get(p.name, Any), fn)
-        return _Rule(fn, operands, variadic, takes_primitive, keywords, precedence, next(_order))
+        return _Rule(fn, operands, variadic, takes_primitive, keywords, required, precedence, next(_order))
 
     def call(self, primitive: core.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        if not self.required <= params.keys():
+            _compat.warn_of_unknown_parameters(primitive, list(params))
+            return NotImplemented
         if self.keywords is not None:
             if any(value is not None for name, value in params.items() if name not in self.keywords):
                 return NotImplemented
