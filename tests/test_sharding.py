@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit
 from lowbit import implicit
-from lowbit.runtime._compat import can_cut_explicit_axes
 from lowbit.testing import dense_weights
 
 
@@ -321,8 +320,6 @@ def assert_moves_what_the_dense_program_does(
     y_dense = want(x, *(jax.device_put(w.materialize(), w.sharding) for w in weights))
     assert jax.typeof(y).sharding == jax.typeof(y_dense).sharding  # of the type, if the axes are explicit
     assert_close(y, y_dense)
-    if kind == AxisType.Explicit and not can_cut_explicit_axes():
-        return
     assert "lowbit_matmul" in text or "lowbit_take" in text
     for w in weights:
         # Neither the weight nor a device's piece of it is ever there as numbers.
@@ -391,12 +388,27 @@ TYPED = {
 }
 
 
-# Before JAX 0.10 a look-up into a table that is cut does not compile under such a mesh.
-@pytest.mark.parametrize("name", [name for name in TYPED if can_cut_explicit_axes() or name != "rows looked up"])
+@pytest.mark.parametrize("name", TYPED)
 def test_explicit_axes(name: str) -> None:
     for layout in two_formats():
         with jax.set_mesh(grid(AxisType.Explicit)):
             assert_moves_what_the_dense_program_does(TYPED[name], layout.quantize, AxisType.Explicit)
+
+
+def test_a_mesh_with_explicit_and_automatic_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    dense = jax.random.normal(jax.random.key(0), (256, 512))
+    x = jax.random.normal(jax.random.key(1), (16, 256))
+    for layout in two_formats():
+        w = layout.quantize(dense)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(w, lowbit.shardings(w, NamedSharding(mesh, P(None, "model"))))
+            f = jax.jit(lambda x, w: x @ w)
+            text = f.lower(x, placed).compile().as_text()
+            y = f(x, placed)
+        assert "lowbit_matmul" in text and not collectives(text)
+        assert jax.typeof(y).sharding.spec == P(None, "model")
+        assert_close(jax.device_get(y), x @ w.materialize())
 
 
 def test_quantizing_with_explicit_axes(layout: Layout) -> None:

@@ -15,7 +15,6 @@ import lowbit
 from lowbit import FORMATS
 from lowbit.kernels import reference, tpu
 from lowbit.ops import pieces
-from lowbit.runtime._compat import can_cut_explicit_axes
 
 CHIP = "TPU v5"
 P = PartitionSpec
@@ -139,7 +138,6 @@ def test_what_does_not_fit_runs_by_the_reference(monkeypatch: pytest.MonkeyPatch
     assert not fits(x.astype(jnp.int32), lowbit.Array8B.quantize(jnp.ones((60, 128)), axis=-2))
 
 
-@pytest.mark.skipif(not can_cut_explicit_axes(), reason="JAX before 0.10 decodes on explicit axes everywhere")
 @pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)], ids=str)
 def test_shardings_in_types_cut_products_without_the_compiler(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "can_cut_calls", lambda: False)

@@ -212,16 +212,33 @@ def _on(fn: Callable[..., Any], *operands: Any) -> Any:
 
 
 @register("ragged_dot_general")
-def _(x: jax.Array, w: LoraArray, group_sizes: jax.Array, *, ragged_dot_dimension_numbers: Any, **params: Any) -> Any:
+def _(
+    x: jax.Array,
+    w: LoraArray,
+    group_sizes: jax.Array,
+    *,
+    ragged_dot_dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    group_offset: Any = None,
+) -> Any:
     dims = ragged_dot_dimension_numbers
     given = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
     if _tuples(given) != ((((1,), (1,)), ((), ())), (0,), (0,)) or w.roles != BOTH + OF_A + OF_B:
         return NotImplemented
 
     def product(x: jax.Array, w: Any) -> jax.Array:
-        return lax.ragged_dot_general(x, w, group_sizes, dims, **params)
+        return lax.ragged_dot_general(
+            x,
+            w,
+            group_sizes,
+            dims,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            group_offset=group_offset,
+        )
 
-    few = lax.ragged_dot(x, w.a.astype(w.dtype), group_sizes, precision=params.get("precision")) * w.scale
+    few = lax.ragged_dot(x, w.a.astype(w.dtype), group_sizes, precision=precision) * w.scale
     y = _on(product, x, w.base)
     return y + product(few.astype(jnp.result_type(x, w.dtype)), w.b.astype(w.dtype)).astype(y.dtype)
 
@@ -278,8 +295,8 @@ def _(w: LoraArray, *, dimensions: Sequence[int]) -> Any:
 
 
 @register("broadcast_in_dim")
-def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any) -> Any:
-    del params  # the sharding follows from the parts
+def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], sharding: Any = None) -> Any:
+    del sharding  # it follows from the parts
     place, roles = dict(zip(broadcast_dimensions, w.roles, strict=True)), ""
     for i in range(len(shape)):  # a new axis belongs to the same as the one before it; the first counts layers
         roles += place.get(i, roles[-1:] or BOTH)
@@ -292,8 +309,8 @@ def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int]
 
 
 @register("reshape")
-def _(w: LoraArray, *, new_sizes: Sequence[int], dimensions: Any = None, **params: Any) -> Any:
-    del params  # the sharding follows from the parts
+def _(w: LoraArray, *, new_sizes: Sequence[int], dimensions: Any = None, sharding: Any = None) -> Any:
+    del sharding  # it follows from the parts
     ends = [w.layers, w.layers + w.inputs, w.ndim]
     elements = [math.prod(w.shape[:end]) for end in ends]
     # Where the new axes have as many elements before them as the old ones: no axis runs over the border.
@@ -366,8 +383,8 @@ def _(
 
 
 @register("convert_element_type")
-def _(w: LoraArray, *, new_dtype: Any, **params: Any) -> Any:
-    del params  # weak types are for scalars; the sharding follows from the parts
+def _(w: LoraArray, *, new_dtype: Any, weak_type: bool = False, sharding: Any = None) -> Any:
+    del weak_type, sharding  # weak types are for scalars; the sharding follows from the parts
     if not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented
     return w.replace(base=_on(lambda base: lax.convert_element_type(base, new_dtype), w.base))

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from .formats._quantized import QuantizedArray
 from .ops.matmul import matmul_p
 from .runtime import is_implicit
-from .runtime._compat import subjaxprs
+from .runtime._compat import is_jaxpr, opened, subjaxprs
 
 
 class DenseWeight(NamedTuple):
@@ -36,10 +36,8 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     >>> dense_weights(lambda x, q: x @ q.materialize(), x, q)[-1]
     DenseWeight(primitive='mul', shape=(64, 32), dtype='float32')
     """
-    program: Any = fn_or_jaxpr
-    if not isinstance(program, (Jaxpr, ClosedJaxpr)):
-        program = jax.make_jaxpr(program)(*args)
-    jaxpr: Any = getattr(program, "jaxpr", program)
+    program: Any = fn_or_jaxpr if is_jaxpr(fn_or_jaxpr) else jax.make_jaxpr(fn_or_jaxpr)(*args)
+    jaxpr = opened(program).jaxpr
     weights = [leaf.shape for leaf in jax.tree.leaves(args, is_leaf=is_implicit) if is_implicit(leaf)]
     found = list(equations(jaxpr))
     for eqn in found:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from lowbit.formats._quantized import QuantizedArray, explicit_axes
@@ -79,11 +79,11 @@ def _program(x: jax.Array, *parts: jax.Array, tree: Any, kernels: Any, dtype: An
 
 
 @matmul_p.def_abstract_eval
-def _(*operands: Any, program: ClosedJaxpr, **params: Any) -> Any:
+def _(*operands: Any, program: Any, **params: Any) -> Any:
     return program.out_avals[0]
 
 
-def _run_program(*operands: Any, program: ClosedJaxpr, **params: Any) -> Any:
+def _run_program(*operands: Any, program: Any, **params: Any) -> Any:
     return jaxpr_as_fun(program)(*operands)[0]
 
 
@@ -92,14 +92,14 @@ _compiled = partial(jax.jit, static_argnames=("kernel", *_STATIC))(matmul)
 
 
 @matmul_p.def_impl
-def _(x: Any, *parts: Any, tree: Any, program: ClosedJaxpr, **params: Any) -> Any:
+def _(x: Any, *parts: Any, tree: Any, program: Any, **params: Any) -> Any:
     return _compiled(x, jax.tree.unflatten(tree, parts), **params)
 
 
 mlir.register_lowering(matmul_p, mlir.lower_fun(_run_program, multiple_results=False))
 
 
-def _jvp(primals: Any, tangents: Any, *, tree: Any, program: ClosedJaxpr, **params: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, tree: Any, program: Any, **params: Any) -> Any:
     x, *parts = primals
     w = jax.tree.unflatten(tree, parts)
     y = matmul(x, w, **params)
@@ -110,9 +110,7 @@ def _jvp(primals: Any, tangents: Any, *, tree: Any, program: ClosedJaxpr, **para
     return y, matmul(tangents[0], w, **exact)
 
 
-def _transpose(
-    cotangent: Any, x: Any, *parts: Any, tree: Any, program: ClosedJaxpr, contract: int, **params: Any
-) -> Any:
+def _transpose(cotangent: Any, x: Any, *parts: Any, tree: Any, program: Any, contract: int, **params: Any) -> Any:
     if type(cotangent) is ad.Zero:
         return [None] * (1 + len(parts))
     params |= {"dtype": x.aval.dtype, "arithmetic": "exact"}
@@ -122,7 +120,7 @@ def _transpose(
     return [matmul(cotangent, w, contract=-3 - contract, **params), *[None] * len(parts)]
 
 
-def _batched(operands: Any, dims: Any, *, tree: Any, program: ClosedJaxpr, out_sharding: Any, **params: Any) -> Any:
+def _batched(operands: Any, dims: Any, *, tree: Any, program: Any, out_sharding: Any, **params: Any) -> Any:
     x, *parts = operands
     x_dim, *part_dims = dims
     # A sharding asked for speaks of axes without the mapped one; with it, JAX infers.

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowbit.formats._blocks import WHOLE, span_of
 from lowbit.formats._quantized import QuantizedArray, explicit_axes
-from lowbit.runtime._compat import can_cut_calls, can_cut_explicit_axes, device_kind
+from lowbit.runtime._compat import can_cut_calls, device_kind
 
 Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names
 
@@ -54,7 +54,7 @@ def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., ja
         return operation(*operands)
     explicit = explicit_axes(*map(jax.typeof, operands))
     # In a shard_map over some axes of the mesh JAX knows no call that is cut.
-    if AxisType.Manual in kinds or (explicit and not can_cut_explicit_axes()):
+    if AxisType.Manual in kinds:
         return like(*operands)
     if not can_cut_calls():
         return (_by_types if kinds == {AxisType.Explicit} else _on_one)(operation, *operands, like=like)
@@ -64,7 +64,7 @@ def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., ja
 
     def partition(mesh: Mesh, operands: Any, result: Any) -> Any:
         shardings, out, on_each_device = operation.cut(mesh, operands)
-        return mesh, on_each_device, out, shardings
+        return mesh, _without_mesh(on_each_device), out, shardings
 
     call.def_partition(
         partition=partition,
@@ -74,10 +74,23 @@ def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., ja
     )
     if not explicit:
         return call(*operands)
-    # Where shardings are types, the result has the one that JAX's own operations would give it.
-    out: Any = jax.eval_shape(like, *operands)
-    automatic: Any = jax.sharding.auto_axes(call, axes=explicit, out_sharding=out.sharding)
+    automatic: Any = jax.sharding.auto_axes(call, axes=explicit, out_sharding=_type_of(like, *operands).sharding)
     return automatic(*operands)
+
+
+def _type_of(like: Callable[..., jax.Array], *operands: jax.Array) -> Any:
+    """The type of a result. Where shardings are in types, it has the one that JAX's own operations give it."""
+    return jax.make_jaxpr(like)(*operands).out_avals[0]
+
+
+def _without_mesh(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`fn` for one device. Arrays that it makes would else have shardings over the mesh around in their types."""
+
+    def call(*operands: jax.Array) -> jax.Array:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return fn(*operands)
+
+    return call
 
 
 def _by_types(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
@@ -88,8 +101,7 @@ def _by_types(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.A
     operands = tuple(jax.sharding.reshard(x, sharding) for x, sharding in zip(operands, shardings, strict=True))
     specs = tuple(sharding.spec for sharding in shardings)
     y = jax.shard_map(on_each_device, mesh=mesh, in_specs=specs, out_specs=out.spec, check_vma=False)(*operands)
-    wanted: Any = jax.eval_shape(like, *operands)
-    return jax.sharding.reshard(y, wanted.sharding)
+    return jax.sharding.reshard(y, _type_of(like, *operands).sharding)
 
 
 _on_one_p = Primitive("lowbit_on_one_device")
@@ -102,12 +114,12 @@ def _on_one(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Arr
 
 
 @_on_one_p.def_abstract_eval
-def _(*operands: Any, many: ClosedJaxpr, **params: Any) -> Any:
+def _(*operands: Any, many: Any, **params: Any) -> Any:
     return many.out_avals[0]
 
 
 @partial(mlir.register_lowering, _on_one_p)
-def _(ctx: Any, *operands: Any, one: ClosedJaxpr, many: ClosedJaxpr) -> Any:
+def _(ctx: Any, *operands: Any, one: Any, many: Any) -> Any:
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if devices > 1:
         warnings.warn(

@@ -111,8 +111,10 @@ def _(
     group_sizes: jax.Array,
     *,
     ragged_dot_dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
     group_offset: Any = None,
-    **params: Any,
+    out_sharding: Any = None,
 ) -> Any:
     dims = ragged_dot_dimension_numbers
     (x_sum, w_sum), batch = dims.dot_dimension_numbers
@@ -126,7 +128,8 @@ def _(
 
     def product(g: Any) -> Any:
         expert = squeezed(layer(experts, g), [0])
-        return _product(x, expert, (x_sum, w_sum), ((), ()), **params)
+        options = {"precision": precision, "preferred_element_type": preferred_element_type}
+        return _product(x, expert, (x_sum, w_sum), ((), ()), out_sharding=out_sharding, **options)
 
     y = jax.eval_shape(product, 0)
     kept = len([a for a in range(rows) if a not in x_sum])  # where the rows are in the result

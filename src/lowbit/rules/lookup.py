@@ -35,9 +35,10 @@ def _(
     slice_sizes: Any,
     mode: Any,
     fill_value: Any,
-    **params: Any,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
 ) -> Any:
-    del params  # hints about the order of the indices
+    del indices_are_sorted, unique_indices  # hints about the order of the indices
     dims = dimension_numbers
     if _takes_layers(w, dims, slice_sizes, indices.ndim) and mode != lax.GatherScatterMode.FILL_OR_DROP:
         return w.replace(index=jnp.clip(indices[..., 0], 0, w.shape[0] - 1))

@@ -164,8 +164,8 @@ def _(w: QuantizedArray, *, dimensions: Sequence[int]) -> Any:
 
 
 @register("broadcast_in_dim")
-def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any) -> Any:
-    del params  # the sharding follows from the parts
+def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], sharding: Any = None) -> Any:
+    del sharding  # the sharding follows from the parts
     new = [a for a in range(len(shape)) if a not in broadcast_dimensions]
     w = expanded(w, new)
     grown = [a for a in range(len(shape)) if w.shape[a] != shape[a]]
@@ -293,8 +293,8 @@ def _split_span(span: int, lengths: Sequence[int]) -> tuple[int, list[int]] | No
 
 
 @register("reshape")
-def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, **params: Any) -> Any:
-    del params  # the sharding follows from the parts
+def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, sharding: Any = None) -> Any:
+    del sharding  # the sharding follows from the parts
     if not new_sizes:  # one element, which has no axis to store it along
         return lax.reshape(w.materialize(), ())
     return NotImplemented if dimensions is not None else reshaped(w, new_sizes)
@@ -480,6 +480,6 @@ def _(w: QuantizedArray, update: QuantizedArray, *starts: Any) -> Any:
 
 
 @register("convert_element_type")
-def _(w: QuantizedArray, *, new_dtype: Any, **params: Any) -> Any:
-    del params  # weak types are for scalars; the sharding follows from the parts
+def _(w: QuantizedArray, *, new_dtype: Any, weak_type: bool = False, sharding: Any = None) -> Any:
+    del weak_type, sharding  # weak types are for scalars; the sharding follows from the parts
     return w.replace(dtype=np.dtype(new_dtype)) if jnp.issubdtype(new_dtype, jnp.floating) else NotImplemented

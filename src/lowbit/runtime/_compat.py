@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters import ad
 
 # --- the parameters of primitives that hold other programs
@@ -29,6 +30,11 @@ def opened(jaxpr: Any) -> Program:
     """A jaxpr and its constants, whether it is closed or not."""
     # 0.12 merges ClosedJaxpr into Jaxpr; `.jaxpr` and `.consts` are its names for the old two halves.
     return Program(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()))
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether it is a jaxpr, closed or not."""
+    return isinstance(value, (Jaxpr, getattr(core, "ClosedJaxpr", Jaxpr)))
 
 
 def _has(params: Params, needed: str, unused: str = "") -> bool:
@@ -67,8 +73,8 @@ def scan(params: Params) -> Scan | None:
     else:
         return None
     options = {"_split_transpose": True} if params.get("_split_transpose") else {}
-    chosen = (params[name] for name in ("length", "reverse", "unroll"))
-    return Scan(opened(params["jaxpr"]), num_consts, num_carry, *chosen, options)
+    length, reverse, unroll = params["length"], params["reverse"], params["unroll"]
+    return Scan(opened(params["jaxpr"]), num_consts, num_carry, length, reverse, unroll, options)
 
 
 class While(NamedTuple):
@@ -154,8 +160,8 @@ def shard_map(params: Params) -> ShardMap | None:
     manual = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"  # up to 0.10
     if not _has(params, f"jaxpr mesh in_specs out_specs check_vma {manual}"):
         return None
-    given = (params[name] for name in ("mesh", "in_specs", "out_specs"))
-    return ShardMap(opened(params["jaxpr"]), *given, set(params[manual]), params["check_vma"])
+    mesh, in_specs, out_specs = params["mesh"], params["in_specs"], params["out_specs"]
+    return ShardMap(opened(params["jaxpr"]), mesh, in_specs, out_specs, set(params[manual]), params["check_vma"])
 
 
 class CustomJvp(NamedTuple):
@@ -249,7 +255,7 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
     for param in params.values():
         for item in param if isinstance(param, (tuple, list)) else (param,):
-            if isinstance(item, (Jaxpr, ClosedJaxpr)):
+            if is_jaxpr(item):
                 yield opened(item).jaxpr
 
 
@@ -296,12 +302,6 @@ def mesh_in_context() -> Any:
     get_mesh = getattr(jax.sharding, "get_mesh", None)
     mesh = get_mesh() if get_mesh else None
     return None if mesh is None or mesh.empty else mesh
-
-
-def can_cut_explicit_axes() -> bool:
-    """Whether a call that says how it is cut compiles under a mesh whose axes are part of the types."""
-    # Up to 0.9 its pieces carry shardings that the compiler does not know.
-    return jax.__version_info__ >= (0, 10)
 
 
 def device_kind() -> str:

@@ -181,7 +181,8 @@ def _(scan: _compat.Scan, *operands: Any) -> Any:
         return outs[: scan.num_carry], [_resolved(y) for y in outs[scan.num_carry :]]
 
     if scan.length == 0:
-        ys = [jnp.zeros((0, *v.aval.shape), v.aval.dtype) for v in scan.body.jaxpr.outvars[scan.num_carry :]]
+        types: list[Any] = [v.aval for v in scan.body.jaxpr.outvars[scan.num_carry :]]
+        ys = [jnp.zeros((0, *type.shape), type.dtype) for type in types]
         return [*init, *ys]
     walked = (jnp.arange(scan.length), sliced)
     first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], walked))
