@@ -1,8 +1,16 @@
 # `make demo` and `make test` need Python 3.11 or newer, a C++ compiler and make; they install all else themselves.
-PYTHON ?= python3
+# The newest Python that runs, since the newest JAX is not there for older ones. A shim of pyenv may exist and fail.
+PYENV := $(shell pyenv root 2>/dev/null)/versions
+newest = $(shell for python in $(1) $$(ls -d $(PYENV)/$(2)/bin/python3 2>/dev/null | sort -rV) python3; do \
+  $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+PYTHON ?= $(or $(call newest,python3.13 python3.12,3.*),python3)
+PYTHON_OLDEST ?= $(or $(call newest,python3.11,3.11.*),$(PYTHON))
 VENV := .venv
 # Runtime, formats and rules are tested on the oldest supported JAX too.
 OLDEST := .venv-oldest
+# Between the oldest and the newest, for `make test-all`.
+BETWEEN := 0.8.3 0.9.2 0.10.2 0.11.2
+JAX_VERSION = $$($(VENV)/bin/python -c 'import jax; print(jax.__version__)')
 # The compiler of TPU, which needs no chip.
 TPU := .venv-tpu
 # Compilers for NVIDIA GPUs, from pip.
@@ -12,6 +20,7 @@ JOBS ?= 2
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
+.PRECIOUS: .venv-jax-%/test
 .PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot test-gpu-aot sanitize fuzz stream \
   train-examples docs format clean
 
@@ -39,6 +48,12 @@ tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
 
+# What meets JAX itself, on a version of JAX in between: `make tests-jax-0.9.2`.
+MEETS_JAX := runtime unknown_jax rules transforms kernels cpu
+tests-jax-%: .venv-jax-%/test
+	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) .venv-jax-$*/bin/python -m pytest -n $(JOBS) \
+	  -m "not frameworks" $(foreach name,$(MEETS_JAX),tests/test_$(name).py)
+
 # The wheel alone in an empty environment outside of the tree.
 package: dist/built
 	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \
@@ -60,6 +75,7 @@ endif
 # Everything slow, and all of what `test` takes a part of; on two cores alone 80 minutes at most.
 test-all:
 	$(MAKE) test LAYOUTS=all EXAMPLES=100
+	$(MAKE) $(addprefix tests-jax-,$(BETWEEN)) LAYOUTS=one
 	$(MAKE) test-browser test-gpu-aot sanitize fuzz stream
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
@@ -126,21 +142,28 @@ dist/built: $(VENV)/test $(SOURCES) $(shell find src -name '*.py' -o -name '*.ht
 
 # The oldest JAX has the wheel, not the tree.
 $(OLDEST)/test: dist/built
-	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	test -x $(OLDEST)/bin/python || $(PYTHON_OLDEST) -m venv $(OLDEST)
 	wheel=$$(ls dist/*.whl); $(OLDEST)/bin/python $(PIP) "$$wheel[test]" jax==0.7.2 && \
 	$(OLDEST)/bin/python $(PIP) --no-deps --force-reinstall $$wheel
 	touch $@
 
-$(TPU)/test: Makefile
-	test -x $(TPU)/bin/python || $(PYTHON) -m venv $(TPU)
-	$(TPU)/bin/python $(PIP) "jax[tpu]==0.10.2" pytest pytest-xdist
+.venv-jax-%/test: dist/built
+	test -x .venv-jax-$*/bin/python || $(PYTHON) -m venv .venv-jax-$*
+	wheel=$$(ls dist/*.whl); .venv-jax-$*/bin/python $(PIP) "$$wheel[test]" jax==$* jaxlib==$* && \
+	.venv-jax-$*/bin/python $(PIP) --no-deps --force-reinstall $$wheel
 	touch $@
 
-$(GPU)/test: constraints.txt
+# The compilers are those of the JAX in the ordinary environment.
+$(TPU)/test: Makefile $(VENV)/test
+	test -x $(TPU)/bin/python || $(PYTHON) -m venv $(TPU)
+	$(TPU)/bin/python $(PIP) "jax[tpu]==$(JAX_VERSION)" pytest pytest-xdist
+	touch $@
+
+$(GPU)/test: constraints.txt $(VENV)/test
 	test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/python $(PIP) jax==0.10.2 jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 \
-	  nvidia-cuda-nvcc nvidia-nvvm safetensors
+	version=$(JAX_VERSION); $(GPU)/bin/python $(PIP) jax==$$version jax-cuda13-plugin==$$version \
+	  jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-nvvm safetensors
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(TPU) $(GPU) dist build
+	rm -rf $(VENV) $(OLDEST) $(TPU) $(GPU) .venv-jax-* dist build

@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ["PATH"] = f"{TOOLS}:/usr/bin:/bin"
 os.environ["JAX_PLATFORMS"] = "cpu"
 DUMP = tempfile.mkdtemp(prefix="lowbit-aot-")
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_dump_hlo_module_re=jit_lowbit_aot.*"
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_dump_hlo_module_re=jit_lowbit_aot.* --xla_gpu_dump_llvmir=true"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

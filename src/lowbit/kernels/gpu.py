@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton
 
 from lowbit.formats._blocks import WHOLE, span_of
 from lowbit.formats._quantized import QuantizedArray
-from lowbit.runtime._compat import varying_like
+from lowbit.runtime._compat import some_gpu, varying_like
 
 from . import reference
 from ._lazy import when_lowered
@@ -267,20 +267,22 @@ def product(
     tile = plan.tile
     three = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3  # CPU has no TF32
     precision = three if plan.unit == jnp.float32 else None
-    y = pl.pallas_call(
+    call = pl.pallas_call(
         partial(_kernel, w=w, contract=contract, plan=plan, precision=precision),
         out_shape=varying_like(x, (tile.splits, count, m, n), dtype if tile.splits == 1 else jnp.float32),
         grid=(count * tile.splits * -(-n // tile.columns) * -(-m // tile.rows),),
         compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="lowbit_matmul",
-    )(
-        layer_numbers(w),
-        x.reshape(count, m, k),
-        w.codes.reshape(-1, *w.codes.shape[-2:]),
-        lax.stop_gradient(w.scales).reshape(-1, *w.scales.shape[-2:]),
-        *([] if plan.table is None else [jnp.asarray(plan.table)]),
     )
+    with some_gpu():
+        y = call(
+            layer_numbers(w),
+            x.reshape(count, m, k),
+            w.codes.reshape(-1, *w.codes.shape[-2:]),
+            lax.stop_gradient(w.scales).reshape(-1, *w.scales.shape[-2:]),
+            *([] if plan.table is None else [jnp.asarray(plan.table)]),
+        )
     return (y[0] if tile.splits == 1 else y.sum(0).astype(dtype)).reshape(*x.shape[:-1], n)
 
 

@@ -6,6 +6,7 @@ module may have other parameters: their readers then return None, and the caller
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -309,6 +310,20 @@ def device_kind() -> str:
     # 0.7 knows no devices of an abstract mesh.
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return (device or jax.devices()[0]).device_kind
+
+
+@contextmanager
+def some_gpu() -> Iterator[None]:
+    """Lower for a GPU also where there is none, as for a program that is exported."""
+    # From 0.12 on Pallas asks for the device. An A100 has what every GPU has that its Triton backend serves.
+    kind: Any = getattr(jax.sharding, "AbstractDevice", None)
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if kind is None or jax.default_backend() == "gpu" or mesh.abstract_device is not None:
+        yield
+        return
+    device = kind(device_kind="NVIDIA A100", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)):
+        yield
 
 
 def can_cut_calls() -> bool:
