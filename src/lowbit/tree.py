@@ -278,7 +278,7 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
         elif found.axes is None:
             plans[i] = _kept(found.how, refused=found.multiplied or not rule.is_default)
         else:
-            one = config.format.blocked or config.scale_block is not None
+            one = config.format.blocked or config.block_size is not None
             axis = found.axes[-1] if one or len(found.axes) == 1 else found.axes
             plans[i] = Plan(dataclasses.replace(config, axis=axis), found.how)
     return plans

@@ -10,11 +10,10 @@ import numpy as np
 from jax.core import Tracer
 
 import lowbit
-from lowbit import QuantizationConfig as QuantizationConfig
 from lowbit import QuantizationType as QuantizationType
 from lowbit import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
 from lowbit import safe_materialize as safe_materialize
-from lowbit.config import format_options, resolved_config
+from lowbit.config import format_options
 from lowbit.formats import stored
 from lowbit.formats.onebit import Kind
 
@@ -162,31 +161,53 @@ _BARE: dict[str, Kind] = {"ternary": "ternary", "binary": "binary"}
 _CLASSES: dict[str, Any] = {"int8": Array8B, "nf4": ArrayNF4}
 
 
-def _quantize(array: Any, config: QuantizationConfig) -> Any:
+@dataclasses.dataclass(frozen=True)
+class QuantizationConfig(lowbit.QuantizationConfig):
+    """`lowbit.QuantizationConfig` with blocks of 64, which NF4 alone has here."""
+
+    block_size: int | None = 64
+
+
+def _config(config: lowbit.QuantizationConfig | str | None, dtype: Any, **given: Any) -> lowbit.QuantizationConfig:
+    """The config, which wins over the other arguments, or one made of them."""
+    if isinstance(config, lowbit.QuantizationConfig):
+        return config
+    if config is not None and not isinstance(config, str):
+        raise TypeError(f"config must be a QuantizationConfig or the name of a format, not {config!r}.")
+    return QuantizationConfig(config or dtype or QuantizationType.NF4, **given)
+
+
+def _quantize(array: Any, config: lowbit.QuantizationConfig) -> Any:
     if config.dtype in _BARE:
         quantized = Array1B.quantize(array, kind=_BARE[config.dtype])
     else:
-        quantized = _CLASSES[config.dtype].quantize(array, **format_options(config))
+        options = format_options(config)
+        if not config.format.blocked:
+            options.pop("block_size", None)
+        quantized = _CLASSES[config.dtype].quantize(array, **options)
     return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
 
 
 def quantize(
     array: Any,
-    config: QuantizationConfig | str | None = None,
+    config: lowbit.QuantizationConfig | str | None = None,
     dtype: Any = None,
     block_size: int = 64,
     simulate: bool = False,
 ) -> Any:
-    """As `lowbit.quantize`, with bare codes for "binary" and "ternary"."""
-    config = resolved_config(config, dtype, block_size, simulate)
+    """As `lowbit.quantize`, with bare codes for "binary" and "ternary", and blocks for NF4 alone.
+
+    A `config` wins over the other arguments.
+    """
+    config = _config(config, dtype, block_size=block_size, simulate=simulate)
     return straight_through(array, config) if config.simulate else _quantize(array, config)
 
 
 def straight_through(
-    array: Any, config: QuantizationConfig | str | None = None, dtype: Any = None, block_size: int = 64
+    array: Any, config: lowbit.QuantizationConfig | str | None = None, dtype: Any = None, block_size: int = 64
 ) -> jax.Array:
     """What `quantize` here reads as, with the gradient of `array`."""
-    config = resolved_config(config, dtype, block_size, True)
+    config = _config(config, dtype, block_size=block_size)
     return lowbit.ste(lambda array: _quantize(array, config))(array)
 
 
