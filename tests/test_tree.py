@@ -363,3 +363,33 @@ def test_histograms_are_of_arrays_that_are_there() -> None:
     assert zeros[0].limit == 1.0 and sum(zeros[0].counts) == w.size
     with pytest.raises(ValueError, match="histograms=-1 must be how many of the worst tensors to show"):
         quantize_tree({"kernel": w}, "nf4", histograms=-1)
+
+
+def test_a_config_that_simulates_stores_nothing_and_is_refused() -> None:
+    params, config = model(), QuantizationConfig("nf4", simulate=True)
+    with pytest.raises(ValueError, match=r"The pattern '\*' has a config with simulate=True.*straight_through_tree"):
+        quantize_tree(params, config)
+    with pytest.raises(ValueError, match=r"The pattern 'layers\*' has a config with simulate=True"):
+        quantize_tree(params, {"layers*": config, "*": "int8"})
+    # To simulate, it says no more than the function does.
+    simulated = lowbit.straight_through_tree(params, config)
+    assert_close(simulated, lowbit.dequantize_tree(quantize_tree(params, "nf4")[0]), 0)
+    assert jax.tree.structure(lowbit.learned_scales(params, config)) == jax.tree.structure(
+        lowbit.learned_scales(params, "nf4")
+    )
+
+
+def test_implicit_arrays_of_other_kinds_are_kept() -> None:
+    @dataclasses.dataclass
+    class Scaled(lowbit.ImplicitArray):
+        data: jax.Array
+
+        def materialize(self) -> jax.Array:
+            return 2 * self.data
+
+    params = {"kernel": Scaled(normal(64, 96)), "other": {"kernel": normal(64, 96)}}
+    quantized, report = quantize_tree(params, "int8")
+    assert quantized["kernel"] is params["kernel"] and formats(report) == {"other/kernel": "int8"}
+    assert {row.path: row.why for row in report.kept} == {"kernel": "no dense array, but a Scaled"}
+    with pytest.raises(ValueError, match="kernel: no dense array, but a Scaled"):
+        quantize_tree(params, {"*kernel": "int8"}, strict=True)

@@ -157,18 +157,25 @@ def leaf_path(path: Sequence[Any]) -> str:
 
 
 def plan_tree(
-    params: Any, rules: Rules, fn: Callable[..., Any] | None, args: Sequence[Any], *, strict: bool, scales: Any = None
+    params: Any,
+    rules: Rules,
+    fn: Callable[..., Any] | None,
+    args: Sequence[Any],
+    *,
+    strict: bool,
+    scales: Any = None,
+    simulated: bool = False,
 ) -> tuple[Any, list[Any], list[tuple[int, str, "Plan", Any]], tuple[str, ...]]:
     """What the rules mean for a tree: its structure and leaves; place, path, plan and learned scale of each array.
 
-    Last, the patterns that matched none. It depends on paths, shapes and the program alone.
+    Last, the patterns that matched none. It depends on paths, shapes and the program alone. `simulated` as for `plan`.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
     paths, leaves = [leaf_path(path) for path, _ in found], [leaf for _, leaf in found]
     arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     uses = axes_by_program(fn, leaves, partial(jax.tree.unflatten, structure), tuple(args)) if fn else None
     wanted = [(paths[i], leaves[i], uses[i] if uses else None) for i in arrays]
-    plans, unmatched = plan(rules, wanted, strict=strict)
+    plans, unmatched = plan(rules, wanted, strict=strict, simulated=simulated)
     given = [None] * len(leaves) if scales is None else structure.flatten_up_to(scales)
     for i, planned in zip(arrays, plans, strict=True):
         if scales is not None and (given[i] is None) != (planned.config is None):
@@ -192,10 +199,19 @@ class Plan:
 
 
 def plan(
-    rules: Rules, leaves: Sequence[tuple[str, Any, Found | None]], *, strict: bool
+    rules: Rules, leaves: Sequence[tuple[str, Any, Found | None]], *, strict: bool, simulated: bool = False
 ) -> tuple[list[Plan], tuple[str, ...]]:
-    """What the rules mean for each leaf, given with its path and its use; and the patterns that matched none."""
+    """What the rules mean for each leaf, given with its path and its use; and the patterns that matched none.
+
+    `simulated`: leaves stay dense, so that a config with `simulate=True` says nothing new. Otherwise it raises.
+    """
     ordered = ordered_rules(rules)
+    for rule in ordered:
+        if rule.config is not None and rule.config.simulate and not simulated:
+            raise ValueError(
+                f"The pattern {rule.pattern!r} has a config with simulate=True, which stores nothing: pass "
+                "simulate=False to quantize the weights, or straight_through_tree the same config to simulate it."
+            )
     by_rule: dict[int, list[int]] = {}  # each rule's leaves
     for i, (path, leaf, _) in enumerate(leaves):
         chosen = next((r for r, rule in enumerate(ordered) if rule.matches(path, leaf)), None)
@@ -255,6 +271,8 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
             plans[i] = _kept(f"quantized already, as {type(leaf).__name__}", refused=not rule.is_default)
         elif isinstance(leaf, LoraArray):
             plans[i] = _kept("it has an adapter", refused=not rule.is_default)
+        elif is_implicit(leaf):
+            plans[i] = _kept(f"no dense array, but a {type(leaf).__name__}", refused=not rule.is_default)
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             plans[i] = _kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
         else:

@@ -61,6 +61,13 @@ class QuantizedArray(ImplicitArray):
     # The block sizes that the format may have; None for any.
     block_sizes: ClassVar[tuple[int, ...] | None] = None
 
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        # What says that a kernel knows the levels is not for a subclass that has others.
+        for name in ("decoder", "in_int8"):
+            if min(_defined_at(cls, "levels"), _defined_at(cls, "packing")) < _defined_at(cls, name):
+                setattr(cls, name, None)
+
     # --- what a format says
 
     @property
@@ -87,7 +94,10 @@ class QuantizedArray(ImplicitArray):
 
     @property
     def decoder(self) -> str | None:
-        """The name of the format's decode function in the native library, if it has one there."""
+        """The name of the format's decode function in the native library, if it has one there.
+
+        A subclass with `levels` or `packing` of its own does not inherit it, nor `in_int8`.
+        """
         return None
 
     def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
@@ -426,6 +436,11 @@ class QuantizedArray(ImplicitArray):
         return PartitionSpec(*spec[:-2], spec[-1], spec[-2]) if self.transposed else PartitionSpec(*spec)
 
 
+def _defined_at(cls: type, name: str) -> int:
+    """How far from a class the one is that defines an attribute of it."""
+    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
+
+
 def check_pieces(
     shape: Sequence[int], spec: PartitionSpec, mesh: Any, elements: Callable[[int], Sequence[int]] = lambda axis: (1,)
 ) -> None:
@@ -628,7 +643,20 @@ FORMATS: dict[str, Format] = {}
 """
 
 
-def register_format(format: Format) -> Format:
-    """Add a row: from then on every test, tool and `quantize` knows the format by its name."""
+def register_format(format: Format, *, replace: bool = False) -> Format:
+    """Add a row: from then on every test, tool and `quantize` knows the format by its name.
+
+    A name that another format has raises a `ValueError`, unless `replace` says that this one takes its place.
+
+    >>> import lowbit
+    >>> lowbit.register_format(lowbit.FORMATS["int8"]).name  # the same once more
+    'int8'
+    """
+    known = FORMATS.get(format.name)
+    if known is not None and known != format and not replace:
+        raise ValueError(
+            f"There is a format {format.name!r} already, made by {known.quantize!r}: choose another name, or pass "
+            "replace=True to put this one in its place."
+        )
     FORMATS[format.name] = format
     return format
