@@ -19,12 +19,25 @@ from lowbit.formats.onebit import Kind
 
 from . import functions
 
+Fields = tuple[tuple[str, ...], tuple[str, ...]]
+
 
 @stored
 class _Eformer(lowbit.QuantizedArray):
     """Fields by position in eformer's order, and a `quantize` that does not raise on NaN, whose block reads as NaN."""
 
     positional: ClassVar[tuple[str, ...]] = ()
+    # The fields that are stored. `dataclasses.fields` has the documented ones in their place.
+    stored_fields: ClassVar[Fields] = ((), ())
+    documented: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    @functools.cache
+    def _fields(cls) -> Fields:
+        # A subclass may add fields of its own.
+        known = {*cls.documented, *cls.stored_fields[0], *cls.stored_fields[1]}
+        arrays, static = (tuple(n for n in names if n not in known) for names in super()._fields())
+        return (*cls.stored_fields[0], *arrays), (*cls.stored_fields[1], *static)
 
     def __init__(self, *given: Any, sharding: Any = None, **named: Any):
         if len(given) > 1:
@@ -37,6 +50,15 @@ class _Eformer(lowbit.QuantizedArray):
         super().__init__(*given, **named)
         if sharding is not None:
             self.__dict__.update(self.with_sharding(sharding).__dict__)
+
+
+def _documented(cls: Any) -> Any:
+    """Let the dataclass fields of a class be those that eformer documents, whatever the class of ours stores."""
+    names = ("shape", "dtype", *cls.positional)
+    cls.stored_fields, cls.documented = cls.__bases__[1]._fields(), names
+    made = dataclasses.make_dataclass(cls.__name__, [(name, Any, dataclasses.field(default=None)) for name in names])
+    cls.__dataclass_fields__ = made.__dataclass_fields__
+    return cls
 
 
 def _quietly(cls: type, array: Any, **options: Any) -> Any:
@@ -54,6 +76,7 @@ def _hashable(axis: Any) -> Any:
     return tuple(axis) if isinstance(axis, list) else axis
 
 
+@_documented
 @stored
 class Array8B(_Eformer, lowbit.Array8B):
     """int8 with a scale: `Array8B(scale, weight, axis)` or `Array8B(array)`."""
@@ -66,6 +89,7 @@ class Array8B(_Eformer, lowbit.Array8B):
         return _quietly(Array8B, array, dtype=dtype, axis=_hashable(axis), **options)
 
 
+@_documented
 @stored
 class ArrayNF4(_Eformer, lowbit.ArrayNF4):
     """NF4: `ArrayNF4(packed, absmax, block_size)` or `ArrayNF4(array)`."""
@@ -84,11 +108,12 @@ class ArrayNF4(_Eformer, lowbit.ArrayNF4):
         return _quietly(ArrayNF4, array, block_size=block_size, **options)
 
 
+@_documented
 @stored
 class Array1B(_Eformer, lowbit.Array1B):
     """Bare codes {-1, 0, 1}: `Array1B(array)`, or `Array1B(weight=...)` of what `pack_weights_1bit` gives."""
 
-    positional: ClassVar[tuple[str, ...]] = ("weight", "scale")
+    positional: ClassVar[tuple[str, ...]] = ("weight", "scale", "kind")
 
     @classmethod
     def from_parts(cls, *, weight: Any = None, dtype: Any = jnp.int8, **given: Any) -> Self:
@@ -212,14 +237,17 @@ def straight_through(
 
 
 def straight_through_nf4(weights: jax.Array, block_size: int = 64) -> jax.Array:
+    """`ArrayNF4.quantize(weights, block_size)` made dense, with an identity gradient."""
     return straight_through(weights, dtype="nf4", block_size=block_size)
 
 
 def straight_through_8bit(weights: jax.Array, axis: Any = None) -> jax.Array:
+    """`Array8B.quantize(weights, axis=axis)` made dense, with an identity gradient."""
     return straight_through(weights, QuantizationConfig("int8", axis=_hashable(axis)))
 
 
 def straight_through_1bit(weights: jax.Array, axis: Any = None) -> jax.Array:
+    """`quantize(weights, dtype="ternary")` made dense, with an identity gradient."""
     del axis  # bare codes have no scale to share
     return straight_through(weights, dtype="ternary")
 
