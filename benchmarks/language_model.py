@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "float32": (None, (None, None)),
     "float32, cache int8": (None, INT8_CACHE),
     "int8": ("int8", (None, None)),
-    "int8, blocks of 32": (QuantizationConfig("int8", scale_block=32), (None, None)),
+    "int8, blocks of 32": (QuantizationConfig("int8", block_size=32), (None, None)),
     "nf4": ("nf4", (None, None)),
     "nf4, cache int8": ("nf4", INT8_CACHE),
     "nf4 fast": (QuantizationConfig("nf4", compute="fast"), (None, None)),

@@ -41,4 +41,4 @@ def fresh_policy():
     """Every test starts with the default policy, and with nothing warned of."""
     _interpret._warned.clear()
     yield
-    lowbit.materialization("warn")
+    lowbit.materialization.set("warn")

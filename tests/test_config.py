@@ -37,18 +37,63 @@ def test_the_default_is_nf4_in_blocks_of_64() -> None:
     assert quantize(W, block_size=16).block_size == 16
 
 
-def test_the_config_wins_over_the_other_arguments() -> None:
-    config = QuantizationConfig("nf4", block_size=32, axis=-2, double_quant=True)
-    got = quantize(W, config, dtype="int8", block_size=16, simulate=True)
-    assert_same_bits(got, lowbit.ArrayNF4.quantize(W, 32, axis=-2, double_quant=True))
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_block_size_holds_for_every_format(dtype: QuantizationType) -> None:
+    for got in (
+        quantize(W, dtype, block_size=16),
+        quantize(W, QuantizationConfig(dtype, block_size=16)),
+        quantize(W, QuantizationConfig(dtype, 16), block_size=16),
+    ):
+        assert_same_bits(got, lowbit.FORMATS[dtype.value].quantize(W, block_size=16))
+        assert (got.block_size, got.scales.shape) == (16, (48, 5))
+    want = np.asarray(lowbit.FORMATS[dtype.value].quantize(W, block_size=16).materialize())
+    np.testing.assert_array_equal(np.asarray(straight_through(W, dtype, block_size=16)), want)
+    np.testing.assert_array_equal(np.asarray(quantize(W, dtype, block_size=16, simulate=True)), want)
+    assert quantize(W, dtype).block_size == (64 if dtype == "nf4" else None)
+
+
+def test_what_a_config_holds_may_be_given_by_keyword() -> None:
+    want = QuantizationConfig("nf4", 32, axis=-2, double_quant=True, use_kernel=False, compute="fast")
+    got = quantize(W, "nf4", block_size=32, axis=-2, double_quant=True, use_kernel=False, compute="fast")
+    assert_same_bits(got, quantize(W, want))
+    # Repeating what the config says is no contradiction, nor is its default said aloud.
+    assert_same_bits(quantize(W, want, "nf4", 32, False, axis=-2, double_quant=True, compute="fast"), got)
+    assert_same_bits(quantize(W, QuantizationConfig(), block_size=64), quantize(W))
+    assert_same_bits(quantize(W, "ternary", absmean=True), quantize(W, QuantizationConfig("ternary", absmean=True)))
+    simulated = straight_through(W, "nf4", block_size=32, axis=[-2], double_quant=True)
+    np.testing.assert_array_equal(np.asarray(simulated), np.asarray(got.materialize()))
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "match"),
+    [
+        (QuantizationConfig("nf4"), {"dtype": "int8"}, r"dtype='int8' contradicts the config, which has dtype='nf4'"),
+        ("nf4", {"dtype": QuantizationType.INT8}, r"dtype='int8' contradicts .* dtype='nf4'"),
+        (QuantizationConfig("nf4", 32), {"block_size": 16}, r"block_size=16 contradicts .* block_size=32: .*replace"),
+        (QuantizationConfig("nf4"), {"block_size": 16}, r"block_size=16 contradicts .* block_size=64"),
+        (QuantizationConfig("int8"), {"block_size": 16}, r"block_size=16 contradicts .* block_size=None"),
+        (QuantizationConfig(), {"simulate": True}, r"simulate=True contradicts .* simulate=False"),
+        (QuantizationConfig(simulate=True), {"simulate": False}, r"simulate=False contradicts .* simulate=True"),
+        (QuantizationConfig(axis=-2), {"axis": -1}, r"axis=-1 contradicts .* axis=-2"),
+        (QuantizationConfig(), {"double_quant": True}, r"double_quant=True contradicts .* double_quant=False"),
+        (QuantizationConfig(), {"use_kernel": False}, r"use_kernel=False contradicts .* use_kernel=True"),
+        (QuantizationConfig(), {"compute": "fast"}, r"compute='fast' contradicts .* compute='exact'"),
+    ],
+)
+def test_arguments_that_contradict_the_config_raise(config, given, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        quantize(W, config, **given)
+    if not {"simulate", "use_kernel", "compute"} & {*given}:
+        with pytest.raises(ValueError, match=match):
+            straight_through(W, config, **given)
 
 
 def test_blocks_of_scales_and_axes() -> None:
-    assert quantize(W, QuantizationConfig("int8", axis=-2, scale_block=16)).scale.shape == (3, 80)
+    assert quantize(W, QuantizationConfig("int8", axis=-2, block_size=16)).scale.shape == (3, 80)
     assert quantize(W, QuantizationConfig("int8", axis=(0, 1))).scale.shape == (1, 1)
     assert quantize(W, QuantizationConfig("binary", axis=0)).scale.shape == (1, 80)
-    # The block of NF4 is not the block of the others.
-    assert quantize(W, QuantizationConfig("int8", block_size=64)).scale.shape == (48, 1)
+    with pytest.raises(ValueError, match=r"block_size=16 needs a single axis, not \(0, 1\)"):
+        quantize(W, QuantizationConfig("int8", axis=(0, 1), block_size=16))
 
 
 def test_the_config_is_a_frozen_value() -> None:
@@ -68,8 +113,10 @@ def test_errors_name_what_was_asked() -> None:
         QuantizationConfig(compute="quick")
     with pytest.raises(ValueError, match=r"double_quant=True is for nf4, not for 'int8'"):
         QuantizationConfig("int8", double_quant=True)
-    with pytest.raises(ValueError, match=r"scale_block=32 .*'nf4'.*block_size"):
-        QuantizationConfig("nf4", scale_block=32)
+    with pytest.raises(ValueError, match=r"double_quant=True is for nf4, not for 'int8'"):
+        quantize(W, "int8", double_quant=True)
+    with pytest.raises(TypeError, match="scale_block"):
+        QuantizationConfig("int8", **{"scale_block": 32})
     with pytest.raises(TypeError, match=r"config must be a QuantizationConfig or the name of a format, not 4"):
         quantize(W, 4)
     with pytest.raises(ValueError, match="block_size=48"):

@@ -49,7 +49,7 @@ def test_paths_and_names() -> None:
     from eformer.ops.quantization.implicit_array_8bit import matmul_bf16_int8_weight_only
     from eformer.ops.quantization.implicit_array_nf4 import safe_delete, safe_materialize
 
-    assert Same is QuantizationConfig
+    assert Same is QuantizationConfig and importlib.import_module("eformer.ops").quantize is quantize
     names = [ImplicitArray, OrginArray, aux_field, implicit, register, ste, use_implicit, Array1B, Array8B, ArrayNF4]
     names += [QuantizationType, quantize, RSROperatorBinary, RSROperatorTernary, is_kernel_available, nf4_use_kernel]
     names += [straight_through, straight_through_1bit, straight_through_8bit, straight_through_nf4]
@@ -354,3 +354,147 @@ def test_escale() -> None:
         assert cpus.size == jax.device_count("cpu")
     with pytest.raises(AttributeError, match="AutoShardingRule"):
         _ = escale.AutoShardingRule
+
+
+# --- classes of your own
+
+
+@dataclasses.dataclass
+class LowRank(jaximus.ImplicitArray):
+    a: jax.Array
+    b: jax.Array
+
+    def materialize(self):
+        return self.a @ self.b
+
+
+@dataclasses.dataclass
+class Folded(jaximus.ImplicitArray, warn_on_materialize=False):
+    """Whose values depend on the shape and the dtype that it is given."""
+
+    data: jax.Array
+    scale: float = jaximus.aux_field(default=1.0)
+
+    def materialize(self):
+        return (self.data * self.scale).reshape(self.shape).astype(self.dtype)
+
+
+def test_shape_and_dtype_are_fields_of_a_class_of_your_own() -> None:
+    a, b = W[:, :4], W[:4]
+    array = LowRank(a, b, shape=(128, 256), dtype=jnp.float32)
+    assert (array.shape, array.dtype, array.aval.shape) == ((128, 256), jnp.float32, (128, 256))
+    assert [field.name for field in dataclasses.fields(array)] == ["shape", "dtype", "a", "b"]
+    with lowbit.materialization("allow"):
+        for same in (array, LowRank(a, b), LowRank(a=a, b=b, shape=[128, 256]), LowRank(a, b, dtype="float32")):
+            assert (same.shape, same.dtype) == ((128, 256), np.dtype("float32"))
+            assert_close(X @ same, X @ (a @ b))
+            assert_close(jax.jit(jaximus.implicit(lambda x, w: x @ w))(X, same), X @ (a @ b))
+    assert [leaf.shape for leaf in jax.tree.leaves(array)] == [(128, 4), (4, 256)]
+    assert jax.tree.map(lambda leaf: None, array, is_leaf=lambda x: x is None).a is None  # whatever JAX puts there
+    other = dataclasses.replace(array, a=2 * a)
+    assert_close(other.materialize(), 2 * (a @ b), 1e-6)
+    # What is not given follows from the fields, also in a loop over layers.
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), LowRank(a, b))
+    assert stack.shape == (2, 128, 256)
+    with lowbit.materialization("allow"):
+        assert_close(jax.vmap(lambda w: X @ w)(stack)[1], 4 * (X @ (a @ b)))
+
+
+def test_a_class_that_needs_its_shape_is_given_it() -> None:
+    array = Folded(W.reshape(-1), shape=(256, 128), dtype=jnp.bfloat16, scale=2.0)
+    assert array.dtype == jnp.bfloat16
+    with lowbit.materialization("allow"):
+        assert_close(array.T, (2 * W).reshape(256, 128).astype(jnp.bfloat16).T)
+    with pytest.raises(AttributeError, match=r"materialize\(\) of Folded asks for shape.*pass shape="):
+        _ = Folded(W, dtype=jnp.float32)
+    with pytest.raises(ValueError, match=r"LowRank of shape \(128, 25\) does not fit .* gives \(128, 256\)"):
+        LowRank(W[:, :4], W[:4], shape=(128, 25))
+    with pytest.raises(ValueError, match=r"LowRank of dtype bfloat16 does not fit .* gives float32"):
+        LowRank(W[:, :4], W[:4], dtype=jnp.bfloat16)
+
+    @dataclasses.dataclass
+    class Square(jaximus.ImplicitArray):
+        diagonal: jax.Array
+
+        default_dtype = jnp.float32
+
+        def compute_shape(self):
+            return (self.diagonal.shape[0],) * 2
+
+        def materialize(self):
+            return jnp.zeros(self.shape, self.dtype) + jnp.diag(self.diagonal)
+
+    assert (Square(X[0]).shape, Square(X[0]).dtype) == ((128, 128), jnp.float32)
+
+
+def test_rules_for_every_implicit_array() -> None:
+    arrays = [quantization.Array8B(W), quantization.ArrayNF4(W), quantization.Array1B(W), LowRank(W[:, :4], W[:4])]
+    assert all(isinstance(array, jaximus.ImplicitArray) for array in arrays)
+    assert not isinstance(W, jaximus.ImplicitArray) and not isinstance(arrays[0], LowRank)
+
+    @jaximus.register("erf_inv")
+    def _(x: jaximus.ImplicitArray, **params):
+        return jnp.full(x.shape, 7, x.dtype)
+
+    for array in arrays:
+        assert float(jaximus.implicit(lax.erf_inv)(array)[0, 0]) == 7
+
+
+def test_documented_fields() -> None:
+    fields = {
+        quantization.Array8B: ["shape", "dtype", "scale", "weight", "axis", "sharding"],
+        quantization.ArrayNF4: ["shape", "dtype", "packed", "absmax", "block_size", "sharding"],
+        quantization.Array1B: ["shape", "dtype", "weight", "scale", "kind"],
+    }
+    for cls, names in fields.items():
+        q = cls(W)
+        assert [field.name for field in dataclasses.fields(q)] == names
+        assert all(getattr(q, name) is not None for name in names)
+        assert_same_bits(dataclasses.replace(q), q)
+        assert dataclasses.replace(q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+        assert_same_bits(jax.tree.map(lambda x: x, q), q)
+        assert_same_bits(q.replace(use_kernel=False).replace(use_kernel=True), q)
+
+    @lowbit.formats.stored
+    class Named(quantization.Array8B):
+        extra: jax.Array
+
+    arrays, static = Named._fields()
+    assert arrays == ("codes", "scales", "index", "extra") and static == lowbit.Array8B._fields()[1]
+    config = quantization.QuantizationConfig("int8")
+    assert (config.block_size, config.simulate, config.use_kernel) == (64, False, True)
+
+
+def test_the_config_wins_and_blocks_are_for_nf4_alone() -> None:
+    nf4 = quantization.QuantizationConfig("nf4", block_size=32)
+    got = quantization.quantize(W, nf4, dtype="int8", block_size=16, simulate=True)
+    assert isinstance(got, quantization.ArrayNF4) and got.block_size == 32
+    for int8 in (
+        quantization.quantize(W, dtype="int8", block_size=32),
+        quantization.quantize(W, quantization.QuantizationConfig("int8", block_size=32)),
+        quantization.quantize(W, lowbit.QuantizationConfig("int8", block_size=32)),
+    ):
+        assert_same_bits(int8, quantization.Array8B.quantize(W))
+    assert_close(quantization.straight_through(W, dtype="int8", block_size=32), lowbit.Array8B.quantize(W))
+    for dtype in ("binary", "ternary"):
+        assert quantization.quantize(W, dtype=dtype, block_size=32).scale.shape == (1, 1)
+
+
+@pytest.mark.parametrize("suffix", MODULES)
+def test_handlers_without_their_parameters(suffix: str) -> None:
+    q = {"8bit": quantization.Array8B, "nf4": quantization.ArrayNF4, "1bit": quantization.Array1B}[suffix](W)
+    w = q.materialize()
+    power = {kind: getattr(MODULES[suffix], f"integer_pow_{suffix}_{kind}") for kind in ("x", "xy")}
+    cast = getattr(MODULES[suffix], f"convert_element_type_{suffix}_operand_kw")
+    with lowbit.materialization("allow"):
+        assert_close(power["x"](lax.integer_pow_p, q), w**2)
+        assert_close(power["x"](lax.integer_pow_p, q, y=3), w**3)
+        assert_close(power["xy"](lax.integer_pow_p, q, jnp.full(w.shape, 2.0)), w**2, 1e-4)
+        assert_close(cast(lax.convert_element_type_p, q), w.astype(jnp.bfloat16))
+
+
+def test_every_function_has_a_docstring() -> None:
+    for module in (quantization, jaximus, escale, functions, *MODULES.values()):
+        for name in module.__all__:
+            value = getattr(module, name)
+            assert not callable(value) or value.__doc__, f"{module.__name__}.{name}"

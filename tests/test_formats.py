@@ -373,3 +373,41 @@ def test_errors_of_single_formats() -> None:
         Array8B.quantize(w, dtype=jnp.int32)
     with pytest.raises(TypeError, match="Cannot quantize an array of dtype int32 to 'int8'"):
         Array8B.quantize(jnp.ones((2, 2), jnp.int32))
+
+
+# --- from components
+
+
+@pytest.mark.parametrize("columns", [100, 96, 128, 99])
+def test_components_that_do_not_decide_the_block_size_ask_for_it(format: lowbit.Format, columns: int) -> None:
+    w = jax.random.normal(jax.random.key(0), (8, columns))
+    q = format.quantize(w, block_size=64)
+    static = {"kind": q.kind} if isinstance(q, Array1B) else {}
+    parts = {name: getattr(q, name) for name in q.part_names} | static | {"shape": w.shape}
+    assert_same_bits(type(q)(**parts, block_size=64), q)
+    assert_same_bits(type(q)(**parts, axis=-1, block_size=64), q)
+    for told in ({}, {"axis": -1}):
+        if format.name == "nf4":  # of the powers of two, 64 alone gives two blocks
+            assert_same_bits(type(q)(**parts, **told), q)
+            continue
+        fits = rf"from {-(-columns // 2)} to {columns - 1}"
+        with pytest.raises(ValueError, match=rf"2 scales for the {columns} elements of axis -1, .*{fits}.*block_size="):
+            type(q)(**parts, **told)
+
+
+def test_a_block_size_that_the_components_decide_need_not_be_given() -> None:
+    w = jax.random.normal(jax.random.key(0), (12, 8))
+    for block in (1, 2, 3, 12):
+        q = Array8B.quantize(w, axis=0, block_size=block)
+        np.testing.assert_array_equal(Array8B(weight=q.weight, scale=q.scale).materialize(), q.materialize())
+    q = ArrayNF4.quantize(jax.random.normal(jax.random.key(1), (3, 200)), 64)
+    assert_same_bits(ArrayNF4(packed=q.packed, absmax=q.absmax), q)
+    with pytest.raises(ValueError, match="4 scales for the 24 elements of axis -1, which no block size of the format"):
+        ArrayNF4(packed=q.packed[:, :12], absmax=q.absmax)
+
+
+def test_a_last_byte_that_may_not_be_full_leaves_the_block_size_open() -> None:
+    q = Array1B.quantize(jnp.linspace(-1, 1, 12)[None], kind="binary", block_size=2)
+    assert_same_bits(Array1B(weight=q.weight, scale=q.scale, kind="binary", shape=(1, 12)), q)
+    with pytest.raises(ValueError, match="6 scales for the 16 elements of axis -1"):
+        Array1B(weight=q.weight, scale=q.scale, kind="binary")

@@ -336,3 +336,15 @@ def test_experts_in_groups_of_rows() -> None:
     with lowbit.materialization("error"):
         got = implicit(lax.ragged_dot)(x, w, sizes)
     assert_close(got, lax.ragged_dot(x, w.materialize(), sizes))
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((64, 96), (-2, -1)), ((3, 64, 96), (-3, -2, -1))])
+def test_a_base_with_one_scale_for_all_of_its_axes(shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
+    w, x = jax.random.normal(KEY, shape), jax.random.normal(jax.random.key(1), (*shape[:-2], 5, 64))
+    base = lowbit.quantize(w, "int8", axis=axis)
+    assert base.scale.size == 1
+    params = adapted({"up": base})
+    assert params["up"].a.shape == (*shape[:-1], 3) and params["up"].b.shape == (*shape[:-2], 3, 96)
+    assert_close(x @ params["up"], x @ params["up"].materialize())
+    merged = lowbit.merge(params, "int8")["up"]
+    assert merged.axis == axis and merged.shape == shape

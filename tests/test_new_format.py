@@ -1,7 +1,9 @@
 """The example's format, from outside the package, passes the tests of those inside."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ import pytest
 import test_rules
 import test_transforms
 from features import LAYOUT_MATTERS
-from helpers import HALF, Layout, assert_close
+from helpers import HALF, Layout, assert_close, assert_same_bits
 
 import lowbit
+from lowbit import formats
+from lowbit.io.convert import convert
+from lowbit.io.source import is_stored, open_tensors
 
 PATH = Path(__file__).parent.parent / "examples" / "new_format.py"
 
@@ -53,3 +58,91 @@ def test_odd_shapes(six_bits: Layout) -> None:
     q = six_bits.quantize(jax.random.normal(jax.random.key(0), (33, 77)))
     assert_close(q.T, q.materialize().T, 0)
     assert_close(jnp.ones((2, 33)) @ q, jnp.ones((2, 33)) @ q.materialize())
+
+
+@formats.stored
+class Shifted8B(lowbit.Array8B):
+    """int8 with other levels, by a class that inherits all else."""
+
+    def levels(self, *codes):
+        return codes[0].astype(jnp.float32) + 0.5
+
+
+@formats.stored
+class ReversedNF4(lowbit.ArrayNF4):
+    def levels(self, *codes):
+        return -super().levels(*codes)
+
+
+class Doubled:
+    def levels(self, *codes):
+        return 2 * codes[0].astype(jnp.float32)
+
+
+@formats.stored
+class Mixed8B(Doubled, lowbit.Array8B):
+    """Levels from a class that is no format."""
+
+
+@formats.stored
+class Known8B(Shifted8B):
+    """With a decoder of its own, which the class answers for."""
+
+    decoder: ClassVar = "int8"
+    in_int8: ClassVar = 1
+
+    def levels(self, *codes):
+        return codes[0].astype(jnp.float32)
+
+
+@pytest.mark.parametrize("cls", [Shifted8B, ReversedNF4, Mixed8B])
+def test_levels_of_a_subclass_are_what_products_and_lookups_use(cls: type) -> None:
+    w, x = jax.random.normal(jax.random.key(0), (64, 96)), jax.random.normal(jax.random.key(1), (8, 64))
+    q = cls.quantize(w, axis=-2)
+    assert q.decoder is None and q.in_int8 is None
+    dense = q.materialize()
+    assert float(jnp.abs(dense - w).max()) > 1e-3  # other levels indeed
+    assert_close(x @ q, x @ dense)
+    assert_close(q.T @ x.T, dense.T @ x.T)
+    with lowbit.compute("fast"):
+        assert_close(x @ q, x @ dense)
+    assert_close(lowbit.implicit(jnp.take)(q, jnp.array([3, 5]), axis=0), jnp.take(dense, jnp.array([3, 5]), axis=0))
+
+
+def test_a_subclass_keeps_the_decoder_that_fits_its_levels() -> None:
+    w = jnp.ones((64, 32))
+    assert Known8B.quantize(w).decoder == "int8" and Known8B.in_int8 == 1
+
+    @formats.stored
+    class Renamed(lowbit.ArrayNF4):
+        """All as before."""
+
+    assert Renamed.quantize(w).decoder == "nf4" and Renamed.in_int8 == 127
+
+
+def test_a_name_is_taken_once(example, monkeypatch) -> None:
+    table = dict(lowbit.FORMATS)
+    monkeypatch.setattr(lowbit.formats._quantized, "FORMATS", table)
+    assert lowbit.register_format(example.INT6) is lowbit.register_format(example.INT6)
+    other = dataclasses.replace(example.INT6, bits=7.0)
+    with pytest.raises(ValueError, match=r"There is a format 'int6' already.*replace=True"):
+        lowbit.register_format(other)
+    with pytest.raises(ValueError, match=r"'nf4' already"):
+        lowbit.register_format(dataclasses.replace(other, name="nf4"))
+    assert table["int6"] is example.INT6 and table["nf4"] is lowbit.FORMATS["nf4"]
+    assert lowbit.register_format(other, replace=True) is table["int6"]
+
+
+def test_a_file_with_arrays_of_a_class_of_your_own_is_kept(example, tmp_path) -> None:
+    w = jax.random.normal(jax.random.key(0), (64, 64))
+    q = example.Array6B.quantize(w)
+    lowbit.save(tmp_path / "six.safetensors", {"up": {"weight": q}, "down": {"weight": w}})
+    source = open_tensors(tmp_path / "six.safetensors")
+    assert source.type("up/weight") == "Array6B" and is_stored("Array6B") and not is_stored("F32")
+    report = convert(source, tmp_path / "out.safetensors", rules="int8")
+    assert {row.path: row.format for row in report} == {"down/weight": "int8", "up/weight": None}
+    assert_same_bits(lowbit.load(tmp_path / "out.safetensors")["up/weight"], q)
+    # The same in memory.
+    tree, report = lowbit.quantize_tree(lowbit.load(tmp_path / "six.safetensors"), "int8")
+    assert {row.path: row.format for row in report} == {"down/weight": "int8", "up/weight": None}
+    assert_same_bits(tree["up"]["weight"], q)

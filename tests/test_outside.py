@@ -174,7 +174,7 @@ def _traces() -> int:
 
 def test_a_second_eager_product_does_not_trace(x: jax.Array) -> None:
     q, other = (lowbit.Array8B.quantize(jax.random.normal(jax.random.key(i), (K, N))) for i in (0, 1))
-    lowbit.materialization("allow")
+    lowbit.materialization.set("allow")
     _ = x @ q, q.T, q + x[0, 0]
     before = _traces()
     _ = x @ q, (x + 1) @ other, q.T, other + x[1, 1]

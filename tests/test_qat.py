@@ -52,12 +52,11 @@ def assert_equal(got: Any, want: Any) -> None:
 
 def by_hand(name: str) -> dict[str, Any]:
     """Scales along each axis, for the whole of it and in blocks."""
-    block = {"block_size" if FORMATS[name].blocked else "scale_block": 16}
     return {
         "table": QuantizationConfig(name, axis=-1),
         "out": QuantizationConfig(name, axis=-2),
-        "*/a": QuantizationConfig(name, axis=-3, **block),
-        "*/b": QuantizationConfig(name, axis=-1, **block),
+        "*/a": QuantizationConfig(name, axis=-3, block_size=16),
+        "*/b": QuantizationConfig(name, axis=-1, block_size=16),
     }
 
 
@@ -68,7 +67,7 @@ BY_HAND: dict[str, Any] = {
         "table": QuantizationConfig("nf4", 16, double_quant=True),
         "out": None,
         "*/a": QuantizationConfig("ternary", absmean=True),
-        "*/b": QuantizationConfig("ternary", absmean=True, scale_block=16),
+        "*/b": QuantizationConfig("ternary", absmean=True, block_size=16),
         "shift": "int8",
     },
 }

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     "ragged.weight": ((70, 33), np.float32, "nf4"),
     "long.weight": ((2, 5000), np.float16, "nf4"),
     "double.weight": ((3, 30, 64), np.float32, QuantizationConfig("nf4", axis=-1, double_quant=True)),
-    "blocks.kernel": ((100, 50), np.float32, QuantizationConfig("int8", scale_block=32)),
+    "blocks.kernel": ((100, 50), np.float32, QuantizationConfig("int8", block_size=32)),
     "both.weight": ((40, 192), np.float32, BOTH),
     "stack.kernel": ((3, 80, 60), np.float16, QuantizationConfig("int8", axis=-2)),
     "mean.weight": ((40, 192), np.float32, QuantizationConfig("binary", axis=(-2, -1))),

@@ -64,6 +64,13 @@ def test_blocks_of_other_sizes(axis: int, block: int) -> None:
     assert_as_reference(x, w, -2, jnp.float32)
 
 
+@pytest.mark.parametrize("blocks", [Layout("nf4", -2, 64), Layout("int8", -1, 32), Layout("nf4", -1, 64)], ids=str)
+@pytest.mark.parametrize("contract", [-2, -1])
+def test_a_bfloat16_weight_is_not_rounded_where_the_result_is_float32(blocks: Layout, contract: int) -> None:
+    x, w = product(blocks, contract, 5, 330, 200, jnp.bfloat16)
+    assert_as_reference(x, w.astype(jnp.bfloat16), contract, jnp.float32)
+
+
 def test_stacks_and_chosen_layers() -> None:
     x, w = product(Layout("int8", -2, 64), -2, 4, 128, 256, jnp.bfloat16, lead=(3,))
     assert_as_reference(x, w, -2, jnp.float32)

@@ -113,7 +113,8 @@ def test_names_tell_the_axis(path: str, shape: tuple[int, ...], axes: Any) -> No
 
 def test_ambiguous_leaves_are_kept_and_said_or_raise() -> None:
     params = {"theta": normal(64, 64), "kernel": normal(64, 4, 16)}
-    quantized, report = quantize_tree(params, "nf4")
+    with pytest.warns(UserWarning, match="none of 2 arrays"):
+        quantized, report = quantize_tree(params, "nf4")
     assert quantized["theta"] is params["theta"]
     assert report["theta"].why == "name not known: pass fn=, or a rule with an axis"
     assert report["kernel"].why == "3 axes: pass fn=, or a rule with an axis"
@@ -187,7 +188,10 @@ def test_what_the_program_does_not_settle_is_said() -> None:
     def fn(p: Any, x: jax.Array) -> jax.Array:
         return (x @ p["both"]) @ p["both"].T * p["scale"][0, :64]
 
-    _, report = quantize_tree(params, "nf4", fn=fn, args=(jax.ShapeDtypeStruct((8, 64), jnp.float32),))
+    with pytest.warns(
+        UserWarning, match=r"keeps 32,768 of .*: both \(fn contracts it .*\); unused \(fn does not use it\)"
+    ):
+        _, report = quantize_tree(params, "nf4", fn=fn, args=(jax.ShapeDtypeStruct((8, 64), jnp.float32),))
     assert report["both"].why == "fn contracts it along axes (-1,) and (-2,): choose one by a rule with an axis"
     assert report["unused"].why == "fn does not use it"
     assert report["scale"].why == "the name of a norm or a bias"
@@ -300,9 +304,9 @@ def test_quantized_leaves_are_left_alone_and_tied_ones_stay_tied() -> None:
 
 
 def test_paths_that_look_alike_are_two_leaves() -> None:
-    params, report = quantize_tree({"a/kernel": normal(64, 64), "a": {"kernel": normal(3, 64, 64)}}, "nf4")
+    params, report = quantize_tree({"a/kernel": normal(64, 64), "a": {"kernel": normal(3, 32, 32)}}, "nf4")
     assert [(row.path, row.shape, row.format) for row in report] == [
-        ("a/kernel", (3, 64, 64), None),
+        ("a/kernel", (3, 32, 32), None),
         ("a/kernel", (64, 64), "nf4"),
     ]
     assert isinstance(params["a/kernel"], lowbit.ArrayNF4)
@@ -363,3 +367,82 @@ def test_histograms_are_of_arrays_that_are_there() -> None:
     assert zeros[0].limit == 1.0 and sum(zeros[0].counts) == w.size
     with pytest.raises(ValueError, match="histograms=-1 must be how many of the worst tensors to show"):
         quantize_tree({"kernel": w}, "nf4", histograms=-1)
+
+
+def test_a_config_that_simulates_stores_nothing_and_is_refused() -> None:
+    params, config = model(), QuantizationConfig("nf4", simulate=True)
+    with pytest.raises(ValueError, match=r"The pattern '\*' has a config with simulate=True.*straight_through_tree"):
+        quantize_tree(params, config)
+    with pytest.raises(ValueError, match=r"The pattern 'layers\*' has a config with simulate=True"):
+        quantize_tree(params, {"layers*": config, "*": "int8"})
+    # To simulate, it says no more than the function does.
+    simulated = lowbit.straight_through_tree(params, config)
+    assert_close(simulated, lowbit.dequantize_tree(quantize_tree(params, "nf4")[0]), 0)
+    assert jax.tree.structure(lowbit.learned_scales(params, config)) == jax.tree.structure(
+        lowbit.learned_scales(params, "nf4")
+    )
+
+
+def test_implicit_arrays_of_other_kinds_are_kept() -> None:
+    @dataclasses.dataclass
+    class Scaled(lowbit.ImplicitArray):
+        data: jax.Array
+
+        def materialize(self) -> jax.Array:
+            return 2 * self.data
+
+    params = {"kernel": Scaled(normal(64, 96)), "other": {"kernel": normal(64, 96)}}
+    quantized, report = quantize_tree(params, "int8")
+    assert quantized["kernel"] is params["kernel"] and formats(report) == {"other/kernel": "int8"}
+    assert {row.path: row.why for row in report.kept} == {"kernel": "no dense array, but a Scaled"}
+    with pytest.raises(ValueError, match="kernel: no dense array, but a Scaled"):
+        quantize_tree(params, {"*kernel": "int8"}, strict=True)
+
+
+def test_a_tree_of_which_nothing_is_quantized_warns_once() -> None:
+    unknown = {
+        "a": normal(64, 96),
+        "b": {"c": normal(64, 32)},
+        "d": normal(8),
+        "e": normal(32, 64),
+        "f": normal(32, 65),
+    }
+    with pytest.warns(UserWarning) as caught:
+        _, report = quantize_tree(unknown, "nf4")
+    (warning,) = caught
+    assert formats(report) == {} and warning.filename == __file__
+    assert re.search(
+        r"quantizes none of 5 arrays: a \(name not known.*\); b/c \(.*\); e \(.*\); \.\.\.", str(warning.message)
+    )
+    assert re.search(
+        r"Pass fn= and args=, .*or patterns with a QuantizationConfig that has an axis", str(warning.message)
+    )
+    for params, rules, said in (
+        ({"kernel": normal(64, 96)}, {"*kernels": "nf4"}, r"none of 1 arrays: kernel \(no rule matches\)"),
+        ({"kernel": normal(4, 4)}, "nf4", r"none of 1 arrays: kernel \(fewer than 1,024 elements\)"),
+        ({"name": "model"}, "nf4", "finds no array among the 1 leaves"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            quantize_tree(params, rules)
+
+
+def test_a_tree_of_which_most_is_kept_for_want_of_an_axis_warns_once() -> None:
+    params = {"kernel": normal(64, 96), "a": normal(64, 80), "c": normal(64, 96)}
+    with pytest.warns(
+        UserWarning, match=r"keeps 45,056 of the 69,632 bytes of large arrays dense.*: a \(.*; c \("
+    ) as caught:
+        _, report = quantize_tree(params, "nf4")
+    assert len(caught) == 1 and formats(report) == {"kernel": "nf4"}
+    axis = {"kernel": "nf4", "*": QuantizationConfig("nf4", axis=-2)}
+
+    def fn(p: Any, x: jax.Array) -> Any:
+        return [x @ p[name] for name in p]
+
+    # With what it asks for, or with less than half of them, it is silent: warnings are errors here.
+    assert len(formats(quantize_tree(params, axis)[1])) == 3
+    assert len(formats(quantize_tree(params, "nf4", fn=fn, args=(normal(8, 64),))[1])) == 3
+    assert len(formats(quantize_tree({**params, "up": {"kernel": normal(96, 96)}}, "nf4")[1])) == 2
+    # Nor does it speak of what is meant, or done already.
+    quantize_tree(params, {"*": None})
+    done, _ = quantize_tree(params, axis)
+    assert formats(quantize_tree(done, "nf4")[1]) == {}

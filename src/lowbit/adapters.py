@@ -40,7 +40,8 @@ def lora(
     - `key`: for `a`, which is normal with a variance of one over the number of inputs. `b` is zero, so that the model
       is still what it was. The numbers of a leaf depend on its path, and not on which others are chosen.
     - `fn`, `args`: a program `fn(params, *args)` that tells which axes are the inputs, as in `quantize_tree`. Without
-      it a quantized array knows; of others with more than two axes, all before the last two count layers.
+      it the axes that share a scale tell, unless all do; of other arrays with more than two axes, all before the last
+      two count layers.
 
     Bases may be quantized, which is QLoRA, or dense. `partition` makes the adapters trainable and nothing else.
 
@@ -146,6 +147,8 @@ def _adapted(path: str, base: Any, rank: int, scale: float, key: jax.Array, dtyp
     first, last = (-2, -2) if axes is None else (min(axes), max(axes))
     if last == -1:  # (out, in): the factors of the transpose are those of the array
         first = last = first - 1
+    if first < -ndim:  # one scale for all axes does not tell inputs from outputs
+        first = last = -2
     layers, inputs = max(ndim + first, 0), last - max(first, -ndim) + 1
     ins, outs = base.shape[layers : layers + inputs], base.shape[layers + inputs :]
     if rank > min(math.prod(ins), math.prod(outs)):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import enum
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,8 +35,8 @@ class QuantizationConfig:
     """How to quantize, and how the array computes afterwards. Hashable.
 
     - `dtype`: the format, a `QuantizationType` or its name.
-    - `block_size`: elements that share a scale, for formats that always have blocks (NF4).
-    - `scale_block`: the same for the others; None is one scale for the whole axis.
+    - `block_size`: how many elements along `axis` share a scale. None is the format's default: 64 for NF4, one scale
+      for the whole axis for int8, ternary and binary.
     - `axis`: along which scales are shared; None is the format's default, the last. For `x @ w` the one before it, -2,
       is the fastest and the most exact.
     - `simulate`: give the dense array as it reads after quantization, with a straight-through gradient.
@@ -46,17 +48,18 @@ class QuantizationConfig:
     >>> config = lowbit.QuantizationConfig("nf4", block_size=32, axis=-2)
     >>> lowbit.quantize(jnp.ones((64, 8)), config).absmax.shape
     (2, 8)
+    >>> lowbit.quantize(jnp.ones((64, 8)), lowbit.QuantizationConfig("int8", block_size=32, axis=-2)).scale.shape
+    (2, 8)
     """
 
     dtype: QuantizationType | str = QuantizationType.NF4
-    block_size: int = 64
+    block_size: int | None = None
     simulate: bool = False
     use_kernel: bool = True
     _: dataclasses.KW_ONLY
     axis: int | tuple[int, ...] | None = None
     double_quant: bool = False
     absmean: bool = False
-    scale_block: int | None = None
     compute: str = "exact"
 
     def __post_init__(self) -> None:
@@ -73,8 +76,6 @@ class QuantizationConfig:
             if getattr(self, option) and option not in self.format.options:
                 able = ", ".join(f.name for f in FORMATS.values() if option in f.options)
                 raise ValueError(f"{option}=True is for {able}, not for {name!r}.")
-        if self.scale_block is not None and self.format.blocked:
-            raise ValueError(f"scale_block={self.scale_block} is not for {name!r}: its blocks are set by block_size.")
 
     @property
     def format(self) -> Format:
@@ -86,15 +87,22 @@ def quantize(
     array: Any,
     config: QuantizationConfig | str | None = None,
     dtype: QuantizationType | str | None = None,
-    block_size: int = 64,
-    simulate: bool = False,
+    block_size: int | None = None,
+    simulate: bool | None = None,
     *,
+    axis: int | Sequence[int] | None = None,
+    double_quant: bool | None = None,
+    absmean: bool | None = None,
+    use_kernel: bool | None = None,
+    compute: str | None = None,
     scale: Any = None,
 ) -> Any:
     """Quantize an array: an implicit array, or with `simulate` the dense array as it reads after quantization.
 
-    A `config` wins over the other arguments; the name of a format in its place is a `dtype`. The default is NF4.
-    `scale`: the scales to round by and to store, for instance learned ones, in place of those that fit the array.
+    - `config`: a `QuantizationConfig`, or the name of a format. The default is NF4.
+    - `scale`: the scales to round by and to store, for instance learned ones, in place of those that fit the array.
+    - The other arguments are those of `QuantizationConfig`, for use without one. Beside a config they may repeat what
+      it says; an argument that contradicts it raises a `ValueError`.
 
     >>> import jax.numpy as jnp, lowbit
     >>> w = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -102,7 +110,17 @@ def quantize(
     >>> type(q).__name__, q.shape, (jnp.ones((2, 64)) @ q).shape
     ('Array8B', (64, 32), (2, 32))
     """
-    config = resolved_config(config, dtype, block_size, simulate)
+    config = resolved_config(
+        config,
+        dtype=dtype,
+        block_size=block_size,
+        simulate=simulate,
+        axis=axis,
+        double_quant=double_quant,
+        absmean=absmean,
+        use_kernel=use_kernel,
+        compute=compute,
+    )
     return straight_through(array, config, scale=scale) if config.simulate else _quantize(array, config, scale)
 
 
@@ -110,14 +128,18 @@ def straight_through(
     array: Any,
     config: QuantizationConfig | str | None = None,
     dtype: QuantizationType | str | None = None,
-    block_size: int = 64,
+    block_size: int | None = None,
     *,
+    axis: int | Sequence[int] | None = None,
+    double_quant: bool | None = None,
+    absmean: bool | None = None,
     amount: Any = 1,
     clip: float | None = None,
     scale: Any = None,
 ) -> jax.Array:
     """What `quantize(array, ...)` reads as, with the gradient of `array` itself: for training through quantization.
 
+    - `config`, `dtype`, `block_size`, `axis`, `double_quant`, `absmean`: as for `quantize`.
     - `amount`: from 0, the array itself, to 1; between them `(1 - amount) * array + amount * quantized`. It may be
       traced: `amount=step >= 1000` is a warm-up.
     - `clip`: no gradient for elements beyond `clip` times the largest value that their scale has a code for, so that
@@ -131,7 +153,9 @@ def straight_through(
     >>> bool((g == jax.grad(lambda w: (x @ w).sum())(w)).all())
     True
     """
-    config = resolved_config(config, dtype, block_size, True)
+    config = resolved_config(
+        config, dtype=dtype, block_size=block_size, axis=axis, double_quant=double_quant, absmean=absmean
+    )
     array = jnp.asarray(dense(array))
     if clip is None and scale is None:
         through = ste(lambda array: _quantize(array, config))(array)
@@ -210,25 +234,46 @@ def safe_materialize(x: Any) -> tuple[Any, bool]:
     return dense(x), isinstance(x, ImplicitArray)
 
 
-def resolved_config(
-    config: QuantizationConfig | str | None, dtype: Any, block_size: int, simulate: bool
-) -> QuantizationConfig:
-    """The config, or one of the other arguments where there is none."""
+def resolved_config(config: QuantizationConfig | str | None, **given: Any) -> QuantizationConfig:
+    """The config, or one of the arguments that were given (not None), which must not contradict it."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(given.get("axis"), list):
+        given["axis"] = tuple(given["axis"])
     if isinstance(config, str):
-        config, dtype = None, config
-    if config is not None:
-        if not isinstance(config, QuantizationConfig):
-            raise TypeError(f"config must be a QuantizationConfig or the name of a format, not {config!r}.")
-        return config
-    return QuantizationConfig(QuantizationType.NF4 if dtype is None else dtype, block_size, simulate)
+        if given.setdefault("dtype", config) != config:
+            raise _contradiction("dtype", given["dtype"], config)
+        config = None
+    if config is None:
+        return QuantizationConfig(**given)
+    if not isinstance(config, QuantizationConfig):
+        raise TypeError(f"config must be a QuantizationConfig or the name of a format, not {config!r}.")
+    for name, value in given.items():
+        own = getattr(config, name)
+        own = default_block_size(config.format) if name == "block_size" and own is None else own
+        if value != own:
+            raise _contradiction(name, value, own)
+    return config
+
+
+def _contradiction(name: str, value: Any, own: Any) -> ValueError:
+    value, own = (str(v) if isinstance(v, str) else v for v in (value, own))  # a format by its name
+    return ValueError(
+        f"{name}={value!r} contradicts the config, which has {name}={own!r}: leave one of them out, or pass "
+        f"dataclasses.replace(config, {name}={value!r})."
+    )
+
+
+def default_block_size(format: Format) -> int | None:
+    """The block size that a format takes where none is asked for; None for one scale along the whole axis."""
+    parameter = inspect.signature(format.quantize).parameters.get("block_size")
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
 def format_options(config: QuantizationConfig) -> dict[str, Any]:
-    """What the config says to the `quantize` of its format."""
+    """The arguments that the config gives to the `quantize` of its format."""
     options: dict[str, Any] = {name: getattr(config, name) for name in config.format.options}
-    if config.axis is not None:
-        options["axis"] = config.axis
-    return {**options, "block_size": config.block_size if config.format.blocked else config.scale_block}
+    wanted = {"axis": config.axis, "block_size": config.block_size}
+    return options | {name: value for name, value in wanted.items() if value is not None}
 
 
 def _quantize(array: Any, config: QuantizationConfig, scale: Any = None) -> QuantizedArray:

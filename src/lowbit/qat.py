@@ -44,7 +44,9 @@ def straight_through_tree(
     >>> bool((exported["up"]["kernel"].materialize() == simulated["up"]["kernel"]).all())
     True
     """
-    structure, leaves, planned_leaves, _ = plan_tree(params, rules, fn, args, strict=strict, scales=scales)
+    structure, leaves, planned_leaves, _ = plan_tree(
+        params, rules, fn, args, strict=strict, scales=scales, simulated=True
+    )
     for i, path, planned, scale in planned_leaves:
         if planned.config is not None:
             with naming(path):
@@ -67,7 +69,7 @@ def learned_scales(
     >>> jax.tree.map(jnp.shape, scales)
     {'bias': None, 'kernel': (1, 32)}
     """
-    structure, leaves, planned_leaves, _ = plan_tree(params, rules, fn, args, strict=True)
+    structure, leaves, planned_leaves, _ = plan_tree(params, rules, fn, args, strict=True, simulated=True)
     found: list[Any] = [None] * len(leaves)
     for i, path, planned, _ in planned_leaves:
         if planned.config is not None:

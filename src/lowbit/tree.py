@@ -5,6 +5,7 @@ import fnmatch
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -107,7 +108,9 @@ def quantize_tree(
 
     A format for all weights, or the pattern `*`, leaves norms, biases and arrays of fewer than 1,024 elements as they
     are. Any other pattern means what it matches, whatever its size; a vector only if it matches vectors alone. The
-    report says why a leaf was kept. `params` may be `ShapeDtypeStruct`s, for a plan without the weights.
+    report says why a leaf was kept. If nothing is quantized, or more than half of the bytes of large weights stay dense
+    since their contracted axis is not known, a `UserWarning` says so. `params` may be `ShapeDtypeStruct`s, for a plan
+    without the weights.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"embed": jnp.ones((512, 64)), "up": {"kernel": jnp.ones((64, 256)), "bias": jnp.ones(256)}}
@@ -115,7 +118,10 @@ def quantize_tree(
     >>> [(row.path, row.format, row.axis) for row in report]
     [('embed', 'int8', -1), ('up/bias', None, None), ('up/kernel', 'nf4', -2)]
     """
+    rules = ordered_rules(rules)
     structure, leaves, planned_leaves, unmatched = plan_tree(params, rules, fn, args, strict=strict, scales=scales)
+    if any(rule.config is not None for rule in rules):
+        _warn_of_dense_leaves(leaves, [(path, leaves[i], planned) for i, path, planned, _ in planned_leaves])
     before, rows, done = list(leaves), [], {}
     _ = worst(rows, histograms)  # a wrong number is an error before any work is done
     for i, path, planned, scale in _with_progress(planned_leaves, "quantizing"):
@@ -157,18 +163,25 @@ def leaf_path(path: Sequence[Any]) -> str:
 
 
 def plan_tree(
-    params: Any, rules: Rules, fn: Callable[..., Any] | None, args: Sequence[Any], *, strict: bool, scales: Any = None
+    params: Any,
+    rules: Rules,
+    fn: Callable[..., Any] | None,
+    args: Sequence[Any],
+    *,
+    strict: bool,
+    scales: Any = None,
+    simulated: bool = False,
 ) -> tuple[Any, list[Any], list[tuple[int, str, "Plan", Any]], tuple[str, ...]]:
     """What the rules mean for a tree: its structure and leaves; place, path, plan and learned scale of each array.
 
-    Last, the patterns that matched none. It depends on paths, shapes and the program alone.
+    Last, the patterns that matched none. It depends on paths, shapes and the program alone. `simulated` as for `plan`.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
     paths, leaves = [leaf_path(path) for path, _ in found], [leaf for _, leaf in found]
     arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     uses = axes_by_program(fn, leaves, partial(jax.tree.unflatten, structure), tuple(args)) if fn else None
     wanted = [(paths[i], leaves[i], uses[i] if uses else None) for i in arrays]
-    plans, unmatched = plan(rules, wanted, strict=strict)
+    plans, unmatched = plan(rules, wanted, strict=strict, simulated=simulated)
     given = [None] * len(leaves) if scales is None else structure.flatten_up_to(scales)
     for i, planned in zip(arrays, plans, strict=True):
         if scales is not None and (given[i] is None) != (planned.config is None):
@@ -183,19 +196,30 @@ def plan_tree(
 class Plan:
     """What to do with a leaf: the config to quantize it by, or None to keep it; and why.
 
-    `refused` says that it is kept although a rule asked for more.
+    - `refused`: it is kept although a rule asked for more.
+    - `unknown`: it is kept since nothing tells which axis is contracted.
     """
 
     config: QuantizationConfig | None
     why: str
     refused: bool = False
+    unknown: bool = False
 
 
 def plan(
-    rules: Rules, leaves: Sequence[tuple[str, Any, Found | None]], *, strict: bool
+    rules: Rules, leaves: Sequence[tuple[str, Any, Found | None]], *, strict: bool, simulated: bool = False
 ) -> tuple[list[Plan], tuple[str, ...]]:
-    """What the rules mean for each leaf, given with its path and its use; and the patterns that matched none."""
+    """What the rules mean for each leaf, given with its path and its use; and the patterns that matched none.
+
+    `simulated`: leaves stay dense, so that a config with `simulate=True` says nothing new. Otherwise it raises.
+    """
     ordered = ordered_rules(rules)
+    for rule in ordered:
+        if rule.config is not None and rule.config.simulate and not simulated:
+            raise ValueError(
+                f"The pattern {rule.pattern!r} has a config with simulate=True, which stores nothing: pass "
+                "simulate=False to quantize the weights, or straight_through_tree the same config to simulate it."
+            )
     by_rule: dict[int, list[int]] = {}  # each rule's leaves
     for i, (path, leaf, _) in enumerate(leaves):
         chosen = next((r for r, rule in enumerate(ordered) if rule.matches(path, leaf)), None)
@@ -226,8 +250,35 @@ def row(path: str, before: Any, after: Any, plan: Plan, error: float | None) -> 
     return Row(path, tuple(before.shape), str(before.dtype), name, axis, sizes[0], sizes[1], error, plan.why)
 
 
-def _kept(why: str, *, refused: bool = False) -> Plan:
-    return Plan(None, why, refused)
+def _kept(why: str, *, refused: bool = False, unknown: bool = False) -> Plan:
+    return Plan(None, why, refused, unknown)
+
+
+def _warn_of_dense_leaves(leaves: Sequence[Any], planned: Sequence[tuple[str, Any, Plan]]) -> None:
+    """Say, once, that nothing is quantized or too little, and what to do about it."""
+    large = [(path, leaf, plan) for path, leaf, plan in planned if is_large(leaf)]
+    unknown = [(path, leaf, plan) for path, leaf, plan in large if plan.unknown]
+    lost, total = (sum(math.prod(x.shape) * x.dtype.itemsize for _, x, _ in some) for some in (unknown, large))
+    if any(plan.config is not None or is_implicit(leaf) for _, leaf, plan in planned):
+        if 2 * lost <= total:
+            return
+        said = f"keeps {lost:,} of the {total:,} bytes of large arrays dense, since their contracted axis is not known"
+    elif planned:
+        said = f"quantizes none of {len(planned)} arrays"
+    else:
+        said = f"finds no array among the {len(leaves)} leaves of the tree"
+    shown = unknown or planned
+    first = [f"{path} ({plan.why})" for path, _, plan in shown[:3]] + ["..."] * (len(shown) > 3)
+    warnings.warn(
+        f"quantize_tree {said}{': ' * bool(first)}{'; '.join(first)}. Pass fn= and args=, a call of the model that "
+        "tells which axis of each weight is contracted, or patterns with a QuantizationConfig that has an axis.",
+        stacklevel=3,
+    )
+
+
+def is_large(leaf: Any) -> bool:
+    """Whether an array is worth to be quantized: many floating-point numbers, in more than one axis."""
+    return len(leaf.shape) > 1 and math.prod(leaf.shape) >= SMALL and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def ordered_rules(rules: Rules) -> list[Rule]:
@@ -255,6 +306,8 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
             plans[i] = _kept(f"quantized already, as {type(leaf).__name__}", refused=not rule.is_default)
         elif isinstance(leaf, LoraArray):
             plans[i] = _kept("it has an adapter", refused=not rule.is_default)
+        elif is_implicit(leaf):
+            plans[i] = _kept(f"no dense array, but a {type(leaf).__name__}", refused=not rule.is_default)
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             plans[i] = _kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
         else:
@@ -276,9 +329,9 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
         elif rule.is_default and math.prod(shape) < SMALL:
             plans[i] = _kept(f"fewer than {SMALL:,} elements")
         elif found.axes is None:
-            plans[i] = _kept(found.how, refused=found.multiplied or not rule.is_default)
+            plans[i] = _kept(found.how, refused=found.multiplied or not rule.is_default, unknown=found.multiplied)
         else:
-            one = config.format.blocked or config.scale_block is not None
+            one = config.format.blocked or config.block_size is not None
             axis = found.axes[-1] if one or len(found.axes) == 1 else found.axes
             plans[i] = Plan(dataclasses.replace(config, axis=axis), found.how)
     return plans

@@ -67,7 +67,7 @@ def _runs(formats: Sequence[str], cache: Formats | None) -> Iterator[tuple[str, 
     for name in formats:
         yield name, QuantizationConfig(name), cache or DENSE
         if name == "int8":
-            yield "int8, blocks of 32", QuantizationConfig("int8", scale_block=32), cache or DENSE
+            yield "int8, blocks of 32", QuantizationConfig("int8", block_size=32), cache or DENSE
         if name == "nf4" and cache is None:
             yield "nf4, cache int8", QuantizationConfig("nf4"), ("int8", "int8")
 

@@ -58,6 +58,15 @@ class QuantizedArray(ImplicitArray):
     scale_parts: ClassVar[tuple[str, ...]] = ()
     # The number that makes integers of 8 bits of the levels: 1 if they are that already, another if they are rounded.
     in_int8: ClassVar[int | None] = None
+    # The block sizes that the format may have; None for any.
+    block_sizes: ClassVar[tuple[int, ...] | None] = None
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        # What says that a kernel knows the levels is not for a subclass that has others.
+        for name in ("decoder", "in_int8"):
+            if min(_defined_at(cls, "levels"), _defined_at(cls, "packing")) < _defined_at(cls, name):
+                setattr(cls, name, None)
 
     # --- what a format says
 
@@ -85,7 +94,10 @@ class QuantizedArray(ImplicitArray):
 
     @property
     def decoder(self) -> str | None:
-        """The name of the format's decode function in the native library, if it has one there."""
+        """The name of the format's decode function in the native library, if it has one there.
+
+        A subclass with `levels` or `packing` of its own does not inherit it, nor `in_int8`.
+        """
         return None
 
     def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
@@ -150,7 +162,11 @@ class QuantizedArray(ImplicitArray):
         block_size: int | None = None,
         **parts: Any,
     ) -> Self:
-        """From the stored parts by their documented names; `shape`, `axis` and `block_size` where those do not tell."""
+        """Build an array from its components by their documented names.
+
+        Pass `shape` where the last byte of a row is not full, and `block_size` where several would fit the number of
+        scales, as they do where the last block is short: what the components do not decide raises a `ValueError`.
+        """
         own = {n for c, b in zip(cls._fields(), QuantizedArray._fields(), strict=True) for n in c if n not in b}
         missing = [name for name in cls.part_names if name not in parts]
         unknown = [name for name in parts if name not in {*cls.part_names, *own}]
@@ -164,20 +180,10 @@ class QuantizedArray(ImplicitArray):
         fields = {field: jnp.asarray(parts.pop(name)) for name, field in cls.part_names.items()}
         codes, scales = fields["codes"], fields["scales"]
         new = cls.build(shape=(), dtype=dtype, spans=(), **fields, **parts)
+        spare = new.packing["codes"] - 1 if shape is None else 0  # codes that the last byte may have too many
         if shape is None:
             shape = (*codes.shape[:-1], codes.shape[-1] * new.packing["codes"])
-        if axis is not None:
-            spans = axis_spans(shape, axis, block_size)
-        elif scales.ndim == len(shape):
-            many = [(n, stored) for n, stored in zip(shape, scales.shape, strict=True)]
-            spans = [
-                1 if n == stored else WHOLE if stored == 1 else block_size or -(-n // stored) for n, stored in many
-            ]
-            spans = [block_size if s == WHOLE and block_size else s for s in spans] if max(spans) <= 1 else spans
-        else:
-            raise ValueError(
-                f"A {cls.__name__} of {codes.ndim} axes needs scales of as many, not of shape {scales.shape}."
-            )
+        spans = _component_spans(cls, shape, scales.shape, axis, block_size, spare)
         new = new.reshaped(shape, spans)
         _ = new.shape  # raises if the parts do not fit each other
         return new
@@ -430,6 +436,11 @@ class QuantizedArray(ImplicitArray):
         return PartitionSpec(*spec[:-2], spec[-1], spec[-2]) if self.transposed else PartitionSpec(*spec)
 
 
+def _defined_at(cls: type, name: str) -> int:
+    """How far from a class the one is that defines an attribute of it."""
+    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
+
+
 def check_pieces(
     shape: Sequence[int], spec: PartitionSpec, mesh: Any, elements: Callable[[int], Sequence[int]] = lambda axis: (1,)
 ) -> None:
@@ -484,6 +495,43 @@ def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple
     for a in axes:
         spans[a] = WHOLE if block_size is None else block_size
     return tuple(spans)
+
+
+def _component_spans(
+    cls: type[QuantizedArray],
+    shape: Sequence[int],
+    scales: Sequence[int],
+    axis: Any,
+    block_size: int | None,
+    spare: int,
+) -> list[int]:
+    """The spans of scales of a given shape. Raises where more than one block size would do, unless one is given."""
+    if len(scales) != len(shape):
+        raise ValueError(f"A {cls.__name__} of {len(shape)} axes needs scales of as many, not of shape {scales}.")
+    if axis is not None:
+        spans = list(axis_spans(shape, axis, block_size))
+    else:
+        spans = [1 if n == stored else WHOLE for n, stored in zip(shape, scales, strict=True)]
+        if block_size and all(stored == 1 for span, stored in zip(spans, scales, strict=True) if span == WHOLE):
+            spans = [block_size if span == WHOLE else span for span in spans]
+    for i, (n, stored) in enumerate(zip(shape, scales, strict=True)):
+        if spans[i] == WHOLE and stored > 1:
+            at = i - len(shape)
+            spans[i] = block_size or _only_block_size(cls, range(n - (spare if at == -1 else 0), n + 1), stored, at)
+    return spans
+
+
+def _only_block_size(cls: type[QuantizedArray], lengths: range, scales: int, axis: int) -> int:
+    """The one block size of the format by which an axis, of one of these lengths, has this many scales."""
+    fits = {size for n in lengths for size in range(-(-n // scales), (n - 1) // (scales - 1) + 1)}
+    allowed = fits if cls.block_sizes is None else fits.intersection(cls.block_sizes)
+    if len(allowed) != 1:
+        found = f"every block size from {min(allowed)} to {max(allowed)}" if allowed else "no block size of the format"
+        raise ValueError(
+            f"{cls.__name__} has {scales} scales for the {lengths[-1]} elements of axis {axis}, which {found} would "
+            "give: pass block_size=, the number of elements that share a scale."
+        )
+    return allowed.pop()
 
 
 def checked_dtype(dtype: Any, array: jax.Array, format: str) -> np.dtype:
@@ -595,7 +643,20 @@ FORMATS: dict[str, Format] = {}
 """
 
 
-def register_format(format: Format) -> Format:
-    """Add a row: from then on every test, tool and `quantize` knows the format by its name."""
+def register_format(format: Format, *, replace: bool = False) -> Format:
+    """Add a row: from then on every test, tool and `quantize` knows the format by its name.
+
+    A name that another format has raises a `ValueError`, unless `replace` says that this one takes its place.
+
+    >>> import lowbit
+    >>> lowbit.register_format(lowbit.FORMATS["int8"]).name  # the same once more
+    'int8'
+    """
+    known = FORMATS.get(format.name)
+    if known is not None and known != format and not replace:
+        raise ValueError(
+            f"There is a format {format.name!r} already, made by {known.quantize!r}: choose another name, or pass "
+            "replace=True to put this one in its place."
+        )
     FORMATS[format.name] = format
     return format

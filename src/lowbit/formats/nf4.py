@@ -65,6 +65,7 @@ class ArrayNF4(QuantizedArray):
 
     part_names: ClassVar[dict[str, str]] = {"packed": "codes", "absmax": "scales"}
     in_int8: ClassVar[int | None] = 127
+    block_sizes: ClassVar[tuple[int, ...] | None] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     scale_parts: ClassVar[tuple[str, ...]] = ("group_absmax", "offset")
 
     @classmethod
@@ -87,7 +88,7 @@ class ArrayNF4(QuantizedArray):
         """
         array = checked_input(array, "nf4")
         dtype = checked_dtype(dtype, array, "nf4")
-        if block_size not in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+        if block_size not in (cls.block_sizes or ()):
             raise ValueError(f"block_size={block_size} must be a power of two from 16 to 4096.")
         spans = axis_spans(array.shape, axis, block_size)
         if scale is not None and double_quant:

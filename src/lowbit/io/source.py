@@ -67,8 +67,12 @@ class LowbitDir(LowbitFile):
 
 
 def is_stored(kind: str) -> bool:
-    """Whether a type of tensor is an array of ours."""
-    return kind in FORMATS or kind in _KEPT
+    """Whether a type of tensor is a quantized array: of our formats, or of a class that somebody else wrote."""
+    return kind in FORMATS or kind in _KEPT or kind in _class_names(QuantizedArray)
+
+
+def _class_names(cls: type) -> set[str]:
+    return {cls.__name__}.union(*map(_class_names, cls.__subclasses__()))
 
 
 def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Tensors:

@@ -11,7 +11,8 @@ from lowbit.runtime._settings import Setting
 _kernels: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., bool]]]] = {}
 
 use_kernel: Setting[bool | None] = Setting("use_kernel", None, (True, False, None))
-"""Whether products run in fused kernels where there are some; None leaves it to each array.
+"""Whether products run in fused kernels where there are some; None leaves it to each array. In a `with` statement it
+holds in the block and its thread; `use_kernel.set` sets it for the process.
 
 >>> import jax.numpy as jnp, lowbit
 >>> x, q = jnp.ones((2, 64)), lowbit.quantize(jnp.ones((64, 32)), dtype="int8")
@@ -23,7 +24,8 @@ Array(64., dtype=float32)
 
 compute: Setting[str | None] = Setting("compute", None, ("exact", "fast", None))
 """The arithmetic of products: "exact" takes activations as they come, "fast" rounds them to 8 bits where a kernel can.
-None leaves it to each array. Gradients are always exact.
+None leaves it to each array. Gradients are always exact. In a `with` statement it holds in the block and its thread;
+`compute.set` sets it for the process.
 
 >>> import jax.numpy as jnp, lowbit
 >>> x, q = jnp.ones((2, 64)), lowbit.quantize(jnp.ones((64, 32)), dtype="int8")

@@ -202,7 +202,8 @@ class MaterializationWarning(UserWarning):
 
 materialization: Setting[str] = Setting("materialization", "warn", ("allow", "warn", "error"))
 """What happens where no rule fits and an implicit array is made dense: "warn" once for each primitive and class,
-"error", or "allow". Called, it holds everywhere from then on; in a `with` statement, in the block and its thread.
+"error", or "allow". In a `with` statement it holds in the block and its thread; `materialization.set` sets it for the
+process.
 
 >>> import jax.numpy as jnp, lowbit
 >>> q = lowbit.Array8B.quantize(jnp.ones((64, 32)))

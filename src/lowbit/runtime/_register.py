@@ -194,7 +194,12 @@ def _classes(annotation: Any, fn: Callable[..., Any]) -> tuple[type, ...]:
 
 def _distance(operand: Any, classes: tuple[type, ...]) -> int | None:
     lineage = type(operand).__mro__ if isinstance(operand, ImplicitArray) else (jax.Array,)
-    found = [lineage.index(c) for c in classes if c in lineage and c is not object]
+    # An abstract class may know of subclasses that do not inherit from it: those are farther than all others.
+    found = [
+        lineage.index(c) if c in lineage else len(lineage)
+        for c in classes
+        if c is not object and issubclass(lineage[0], c)
+    ]
     return min(found, default=_ANYTHING if object in classes else None)
 
 

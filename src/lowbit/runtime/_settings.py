@@ -1,6 +1,8 @@
 """Settings that are part of JAX's trace context: a function traced before a switch is traced again after it."""
 
+import sys
 import threading
+import warnings
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
@@ -12,45 +14,94 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Setting(Generic[T]):
-    """A named choice. Calling it sets it everywhere; `with` limits it to the block and the thread."""
+    """A named choice: `with setting(value):` holds in the block and its thread, `setting.set(value)` in the process.
+
+    >>> import lowbit
+    >>> with lowbit.materialization("error"):
+    ...     lowbit.materialization.value
+    'error'
+    >>> lowbit.materialization.value
+    'warn'
+    """
 
     def __init__(self, name: str, default: T, choices: tuple[T, ...]):
         self.name = name
         self.choices = choices
         self._context = jax.make_user_context(default)
-        self._everywhere = default
-        self._lock = threading.Lock()
+        self._thread = threading.local()
 
     @property
     def value(self) -> T:
+        """What holds here: the value of the innermost `with`, or else that of the process."""
         return self._context.value
 
-    def __call__(self, value: T) -> "_Switch[T]":
-        if value not in self.choices:
-            choices = ", ".join(repr(choice) for choice in self.choices)
-            raise ValueError(f"{self.name}({value!r}): the value must be one of {choices}.")
-        return _Switch(self, value)
+    def __call__(self, value: T) -> "Switch[T]":
+        """A context manager. By itself it changes nothing."""
+        return Switch(self, self._checked(value, "({!r})"))
+
+    def set(self, value: T) -> None:
+        """Set the value for the process: it holds in every thread, outside of `with` blocks.
+
+        >>> import lowbit
+        >>> lowbit.compute.set("fast")
+        >>> lowbit.compute.value
+        'fast'
+        >>> lowbit.compute.set(None)  # as it was: each array has its own
+        """
+        _compat.set_globally(self._context, self._checked(value, ".set({!r})"))
 
     def __repr__(self) -> str:
         return f"{self.name}({self.value!r})"
 
-    def set_everywhere(self, value: T) -> T:
-        """Set it for all threads that have no value of their own; returns what it was."""
-        with self._lock:
-            before, self._everywhere = self._everywhere, value
-            _compat.set_globally(self._context, value)
-        return before
+    def _checked(self, value: T, call: str) -> T:
+        if value not in self.choices:
+            choices = ", ".join(repr(choice) for choice in self.choices)
+            raise ValueError(f"{self.name}{call.format(value)}: the value must be one of {choices}.")
+        return value
+
+    def _entered(self) -> "tuple[Switch[T], ...]":
+        return getattr(self._thread, "entered", ())
+
+    def _enter(self, switches: "tuple[Switch[T], ...]") -> None:
+        """Let these be the switches of this thread, of which the last one holds."""
+        # One context of JAX at a time, so that switches may be left in any order.
+        held: Any = getattr(self._thread, "held", None)
+        if held is not None:
+            held.__exit__(None, None, None)
+        self._thread.held = held = self._context(switches[-1].value) if switches else None
+        self._thread.entered = switches
+        if held is not None:
+            held.__enter__()
 
 
-class _Switch(Generic[T]):
+class Switch(Generic[T]):
+    """A value of a setting for the blocks that are entered with it, any number of times and in any thread."""
+
     def __init__(self, setting: Setting[T], value: T):
-        self._setting, self._value = setting, value
-        self._before = setting.set_everywhere(value)
+        self.setting, self.value = setting, value
+        self._used = False
 
     def __enter__(self) -> None:
-        self._setting.set_everywhere(self._before)
-        self._local: Any = self._setting._context(self._value)
-        self._local.__enter__()
+        self._used = True
+        self.setting._enter((*self.setting._entered(), self))
 
     def __exit__(self, *exception: object) -> None:
-        self._local.__exit__(*exception)
+        entered = self.setting._entered()
+        places = [i for i, switch in enumerate(entered) if switch is self]
+        if not places:
+            raise RuntimeError(f"{self.setting.name}({self.value!r}) is left in a thread that did not enter it.")
+        self.setting._enter((*entered[: places[-1]], *entered[places[-1] + 1 :]))
+
+    def __repr__(self) -> str:
+        name, value = self.setting.name, repr(self.value)
+        return f"<{name}({value}) for a with statement; {name}.set({value}) sets it for the process>"
+
+    def __del__(self) -> None:
+        # The call alone changes nothing, which who wrote it as a statement should hear.
+        if not self._used and not sys.is_finalizing():
+            name, value = self.setting.name, repr(self.value)
+            warnings.warn(
+                f"{name}({value}) was called and never entered, so it had no effect: use it in a with statement, or "
+                f"call {name}.set({value}) to set it for the process.",
+                stacklevel=2,
+            )

@@ -7,7 +7,8 @@
 (2, 256)
 
 Where lowbit is richer, these paths keep eformer's meaning: `quantize(w, dtype="binary" | "ternary")` gives bare codes
-with one threshold for the whole array, NaN does not raise, `Array8B` takes its parts as (scale, weight).
+with one threshold for the whole array, `block_size` is for NF4 alone, a config wins over other arguments, NaN does not
+raise, `Array8B` takes its components as (scale, weight).
 """
 
 import sys
@@ -35,12 +36,13 @@ def _modules() -> dict[str, dict[str, object]]:
     quantization = "eformer.ops.quantization"
     switches = {name: getattr(functions, name) for name in _KERNELS}
     shown = (*_CONFIG, *_ONE_BIT, *_EIGHT_BIT[:2], *_NF4[:2], *_RSR)
+    names = _from_arrays(*shown) | switches
     return {
         "eformer": {},
-        "eformer.ops": {},
+        "eformer.ops": names,
         "eformer.escale": {**_public(escale), "__getattr__": escale.__getattr__},
         "eformer.jaximus": _public(jaximus),
-        quantization: _from_arrays(*shown) | switches,
+        quantization: names,
         f"{quantization}._config": _from_arrays(*_CONFIG),
         f"{quantization}.implicit_array_1bit": _from_arrays(*_ONE_BIT) | handlers.for_format("1bit"),
         f"{quantization}.implicit_array_8bit": _from_arrays(*_EIGHT_BIT) | handlers.for_format("8bit"),

@@ -10,15 +10,16 @@ import numpy as np
 from jax.core import Tracer
 
 import lowbit
-from lowbit import QuantizationConfig as QuantizationConfig
 from lowbit import QuantizationType as QuantizationType
 from lowbit import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
 from lowbit import safe_materialize as safe_materialize
-from lowbit.config import format_options, resolved_config
+from lowbit.config import format_options
 from lowbit.formats import stored
 from lowbit.formats.onebit import Kind
 
 from . import functions
+
+Fields = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @stored
@@ -26,6 +27,17 @@ class _Eformer(lowbit.QuantizedArray):
     """Fields by position in eformer's order, and a `quantize` that does not raise on NaN, whose block reads as NaN."""
 
     positional: ClassVar[tuple[str, ...]] = ()
+    # The fields that are stored. `dataclasses.fields` has the documented ones in their place.
+    stored_fields: ClassVar[Fields] = ((), ())
+    documented: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    @functools.cache
+    def _fields(cls) -> Fields:
+        # A subclass may add fields of its own.
+        known = {*cls.documented, *cls.stored_fields[0], *cls.stored_fields[1]}
+        arrays, static = (tuple(n for n in names if n not in known) for names in super()._fields())
+        return (*cls.stored_fields[0], *arrays), (*cls.stored_fields[1], *static)
 
     def __init__(self, *given: Any, sharding: Any = None, **named: Any):
         if len(given) > 1:
@@ -38,6 +50,15 @@ class _Eformer(lowbit.QuantizedArray):
         super().__init__(*given, **named)
         if sharding is not None:
             self.__dict__.update(self.with_sharding(sharding).__dict__)
+
+
+def _documented(cls: Any) -> Any:
+    """Let the dataclass fields of a class be those that eformer documents, whatever the class of ours stores."""
+    names = ("shape", "dtype", *cls.positional)
+    cls.stored_fields, cls.documented = cls.__bases__[1]._fields(), names
+    made = dataclasses.make_dataclass(cls.__name__, [(name, Any, dataclasses.field(default=None)) for name in names])
+    cls.__dataclass_fields__ = made.__dataclass_fields__
+    return cls
 
 
 def _quietly(cls: type, array: Any, **options: Any) -> Any:
@@ -55,6 +76,7 @@ def _hashable(axis: Any) -> Any:
     return tuple(axis) if isinstance(axis, list) else axis
 
 
+@_documented
 @stored
 class Array8B(_Eformer, lowbit.Array8B):
     """int8 with a scale: `Array8B(scale, weight, axis)` or `Array8B(array)`."""
@@ -67,6 +89,7 @@ class Array8B(_Eformer, lowbit.Array8B):
         return _quietly(Array8B, array, dtype=dtype, axis=_hashable(axis), **options)
 
 
+@_documented
 @stored
 class ArrayNF4(_Eformer, lowbit.ArrayNF4):
     """NF4: `ArrayNF4(packed, absmax, block_size)` or `ArrayNF4(array)`."""
@@ -85,11 +108,12 @@ class ArrayNF4(_Eformer, lowbit.ArrayNF4):
         return _quietly(ArrayNF4, array, block_size=block_size, **options)
 
 
+@_documented
 @stored
 class Array1B(_Eformer, lowbit.Array1B):
     """Bare codes {-1, 0, 1}: `Array1B(array)`, or `Array1B(weight=...)` of what `pack_weights_1bit` gives."""
 
-    positional: ClassVar[tuple[str, ...]] = ("weight", "scale")
+    positional: ClassVar[tuple[str, ...]] = ("weight", "scale", "kind")
 
     @classmethod
     def from_parts(cls, *, weight: Any = None, dtype: Any = jnp.int8, **given: Any) -> Self:
@@ -162,43 +186,68 @@ _BARE: dict[str, Kind] = {"ternary": "ternary", "binary": "binary"}
 _CLASSES: dict[str, Any] = {"int8": Array8B, "nf4": ArrayNF4}
 
 
-def _quantize(array: Any, config: QuantizationConfig) -> Any:
+@dataclasses.dataclass(frozen=True)
+class QuantizationConfig(lowbit.QuantizationConfig):
+    """`lowbit.QuantizationConfig` with blocks of 64, which NF4 alone has here."""
+
+    block_size: int | None = 64
+
+
+def _config(config: lowbit.QuantizationConfig | str | None, dtype: Any, **given: Any) -> lowbit.QuantizationConfig:
+    """The config, which wins over the other arguments, or one made of them."""
+    if isinstance(config, lowbit.QuantizationConfig):
+        return config
+    if config is not None and not isinstance(config, str):
+        raise TypeError(f"config must be a QuantizationConfig or the name of a format, not {config!r}.")
+    return QuantizationConfig(config or dtype or QuantizationType.NF4, **given)
+
+
+def _quantize(array: Any, config: lowbit.QuantizationConfig) -> Any:
     if config.dtype in _BARE:
         quantized = Array1B.quantize(array, kind=_BARE[config.dtype])
     else:
-        quantized = _CLASSES[config.dtype].quantize(array, **format_options(config))
+        options = format_options(config)
+        if not config.format.blocked:
+            options.pop("block_size", None)
+        quantized = _CLASSES[config.dtype].quantize(array, **options)
     return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
 
 
 def quantize(
     array: Any,
-    config: QuantizationConfig | str | None = None,
+    config: lowbit.QuantizationConfig | str | None = None,
     dtype: Any = None,
     block_size: int = 64,
     simulate: bool = False,
 ) -> Any:
-    """As `lowbit.quantize`, with bare codes for "binary" and "ternary"."""
-    config = resolved_config(config, dtype, block_size, simulate)
+    """As `lowbit.quantize`, with bare codes for "binary" and "ternary", and blocks for NF4 alone.
+
+    A `config` wins over the other arguments.
+    """
+    config = _config(config, dtype, block_size=block_size, simulate=simulate)
     return straight_through(array, config) if config.simulate else _quantize(array, config)
 
 
 def straight_through(
-    array: Any, config: QuantizationConfig | str | None = None, dtype: Any = None, block_size: int = 64
+    array: Any, config: lowbit.QuantizationConfig | str | None = None, dtype: Any = None, block_size: int = 64
 ) -> jax.Array:
     """What `quantize` here reads as, with the gradient of `array`."""
-    config = resolved_config(config, dtype, block_size, True)
+    config = _config(config, dtype, block_size=block_size)
     return lowbit.ste(lambda array: _quantize(array, config))(array)
 
 
 def straight_through_nf4(weights: jax.Array, block_size: int = 64) -> jax.Array:
+    """`ArrayNF4.quantize(weights, block_size)` made dense, with an identity gradient."""
     return straight_through(weights, dtype="nf4", block_size=block_size)
 
 
 def straight_through_8bit(weights: jax.Array, axis: Any = None) -> jax.Array:
+    """`Array8B.quantize(weights, axis=axis)` made dense, with an identity gradient."""
     return straight_through(weights, QuantizationConfig("int8", axis=_hashable(axis)))
 
 
 def straight_through_1bit(weights: jax.Array, axis: Any = None) -> jax.Array:
+    """`quantize(weights, dtype="ternary")` made dense, with an identity gradient."""
     del axis  # bare codes have no scale to share
     return straight_through(weights, dtype="ternary")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -31,12 +32,18 @@ _OPERANDS = {
     "broadcast_in_dim": ("operand",),
     "gather": ("operand",),
 }
+# What a handler takes a parameter to be that is not given.
+_DEFAULTS: dict[str, dict[str, Any]] = {"integer_pow": {"y": 2}, "convert_element_type": {"new_dtype": jnp.bfloat16}}
 
 
 def _handler(name: str, operation: str) -> Callable[..., Any]:
     signature = inspect.signature(getattr(lax, operation))
 
     def handle(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+        if len(operands) == 1:
+            params = {**_DEFAULTS.get(operation, {}), **params}
+        if operation == "integer_pow" and not isinstance((*operands, 2)[1], int):
+            return implicit(lax.pow)(*operands)  # an exponent for each element
         try:
             signature.bind(*operands, **params)
         except TypeError:  # the parameters of the primitive itself
