@@ -42,10 +42,10 @@ def _has(params: Params, needed: str, unused: str = "") -> bool:
     """Whether the parameters are those named, and perhaps others that are not set."""
     known = {*needed.split(), *unused.split()}
     others = [value for name, value in params.items() if name not in known]
-    return all(name in params for name in needed.split()) and not any(map(is_set, others))
+    return all(name in params for name in needed.split()) and not any(map(_is_set, others))
 
 
-def is_set(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     """Whether a parameter asks for anything; one that does not may be left out."""
     empty = isinstance(value, tuple | list | dict | frozenset) and not value
     return not (value is None or value is False or empty)
@@ -318,7 +318,8 @@ def some_gpu() -> Iterator[None]:
     # From 0.12 on Pallas asks for the device. An A100 has what every GPU has that its Triton backend serves.
     kind: Any = getattr(jax.sharding, "AbstractDevice", None)
     mesh: Any = jax.sharding.get_abstract_mesh()
-    if kind is None or jax.default_backend() == "gpu" or mesh.abstract_device is not None:
+    known = getattr(getattr(mesh, "abstract_device", None), "platform", jax.default_backend())
+    if kind is None or known in ("gpu", "cuda", "rocm"):
         yield
         return
     device = kind(device_kind="NVIDIA A100", num_cores=None, platform="gpu")

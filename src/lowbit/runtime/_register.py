@@ -163,7 +163,7 @@ class _Rule:
             _compat.warn_of_unknown_parameters(primitive, list(params))
             return NotImplemented
         if self.keywords is not None:
-            if any(_compat.is_set(value) for name, value in params.items() if name not in self.keywords):
+            if any(value is not None for name, value in params.items() if name not in self.keywords):
                 return NotImplemented
             params = {name: value for name, value in params.items() if name in self.keywords}
         return self.fn(*(primitive,) * self.takes_primitive, *operands, **params)
