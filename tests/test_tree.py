@@ -394,8 +394,8 @@ def test_implicit_arrays_of_other_kinds_are_kept() -> None:
     params = {"kernel": Scaled(normal(64, 96)), "other": {"kernel": normal(64, 96)}}
     quantized, report = quantize_tree(params, "int8")
     assert quantized["kernel"] is params["kernel"] and formats(report) == {"other/kernel": "int8"}
-    assert {row.path: row.why for row in report.kept} == {"kernel": "no dense array, but a Scaled"}
-    with pytest.raises(ValueError, match="kernel: no dense array, but a Scaled"):
+    assert {row.path: row.why for row in report.kept} == {"kernel": "implicit already, as Scaled"}
+    with pytest.raises(ValueError, match="kernel: implicit already, as Scaled"):
         quantize_tree(params, {"*kernel": "int8"}, strict=True)
 
 

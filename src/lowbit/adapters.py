@@ -40,8 +40,8 @@ def lora(
     - `key`: for `a`, which is normal with a variance of one over the number of inputs. `b` is zero, so that the model
       is still what it was. The numbers of a leaf depend on its path, and not on which others are chosen.
     - `fn`, `args`: a program `fn(params, *args)` that tells which axes are the inputs, as in `quantize_tree`. Without
-      it the axes that share a scale tell, unless all do; of other arrays with more than two axes, all before the last
-      two count layers.
+      it the axes along which a quantized base shares a scale are the inputs, unless that is all of its axes. Of other
+      arrays with more than two axes, all before the last two count layers.
 
     Bases may be quantized, which is QLoRA, or dense. `partition` makes the adapters trainable and nothing else.
 

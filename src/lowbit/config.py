@@ -235,7 +235,7 @@ def safe_materialize(x: Any) -> tuple[Any, bool]:
 
 
 def resolved_config(config: QuantizationConfig | str | None, **given: Any) -> QuantizationConfig:
-    """The config, or one of the arguments that were given (not None), which must not contradict it."""
+    """The config, or one made of the arguments that are not None. Raises if they contradict each other."""
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(given.get("axis"), list):
         given["axis"] = tuple(given["axis"])

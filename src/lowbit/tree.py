@@ -197,7 +197,7 @@ class Plan:
     """What to do with a leaf: the config to quantize it by, or None to keep it; and why.
 
     - `refused`: it is kept although a rule asked for more.
-    - `unknown`: it is kept since nothing tells which axis is contracted.
+    - `unknown`: it is kept because the contracted axis is not known.
     """
 
     config: QuantizationConfig | None
@@ -211,14 +211,14 @@ def plan(
 ) -> tuple[list[Plan], tuple[str, ...]]:
     """What the rules mean for each leaf, given with its path and its use; and the patterns that matched none.
 
-    `simulated`: leaves stay dense, so that a config with `simulate=True` says nothing new. Otherwise it raises.
+    `simulated`: the caller makes dense leaves, so `simulate=True` in a config is accepted. Otherwise it raises.
     """
     ordered = ordered_rules(rules)
     for rule in ordered:
         if rule.config is not None and rule.config.simulate and not simulated:
             raise ValueError(
-                f"The pattern {rule.pattern!r} has a config with simulate=True, which stores nothing: pass "
-                "simulate=False to quantize the weights, or straight_through_tree the same config to simulate it."
+                f"The pattern {rule.pattern!r} has a config with simulate=True, which stores nothing. To "
+                "quantize, pass simulate=False; to simulate, call straight_through_tree with the same config."
             )
     by_rule: dict[int, list[int]] = {}  # each rule's leaves
     for i, (path, leaf, _) in enumerate(leaves):
@@ -255,8 +255,8 @@ def _kept(why: str, *, refused: bool = False, unknown: bool = False) -> Plan:
 
 
 def _warn_of_dense_leaves(leaves: Sequence[Any], planned: Sequence[tuple[str, Any, Plan]]) -> None:
-    """Say, once, that nothing is quantized or too little, and what to do about it."""
-    large = [(path, leaf, plan) for path, leaf, plan in planned if is_large(leaf)]
+    """Warn once if nothing, or too little, is quantized, and say what to do."""
+    large = [(path, leaf, plan) for path, leaf, plan in planned if _is_large(leaf)]
     unknown = [(path, leaf, plan) for path, leaf, plan in large if plan.unknown]
     lost, total = (sum(math.prod(x.shape) * x.dtype.itemsize for _, x, _ in some) for some in (unknown, large))
     if any(plan.config is not None or is_implicit(leaf) for _, leaf, plan in planned):
@@ -276,8 +276,8 @@ def _warn_of_dense_leaves(leaves: Sequence[Any], planned: Sequence[tuple[str, An
     )
 
 
-def is_large(leaf: Any) -> bool:
-    """Whether an array is worth to be quantized: many floating-point numbers, in more than one axis."""
+def _is_large(leaf: Any) -> bool:
+    """Whether an array is large enough to be worth quantizing: many floats, on more than one axis."""
     return len(leaf.shape) > 1 and math.prod(leaf.shape) >= SMALL and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
@@ -307,7 +307,7 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
         elif isinstance(leaf, LoraArray):
             plans[i] = _kept("it has an adapter", refused=not rule.is_default)
         elif is_implicit(leaf):
-            plans[i] = _kept(f"no dense array, but a {type(leaf).__name__}", refused=not rule.is_default)
+            plans[i] = _kept(f"implicit already, as {type(leaf).__name__}", refused=not rule.is_default)
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             plans[i] = _kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
         else:

@@ -63,7 +63,7 @@ class QuantizedArray(ImplicitArray):
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        # What says that a kernel knows the levels is not for a subclass that has others.
+        # A subclass with its own levels or packing cannot use a kernel's decoder for those of its base.
         for name in ("decoder", "in_int8"):
             if min(_defined_at(cls, "levels"), _defined_at(cls, "packing")) < _defined_at(cls, name):
                 setattr(cls, name, None)
@@ -164,8 +164,8 @@ class QuantizedArray(ImplicitArray):
     ) -> Self:
         """Build an array from its components by their documented names.
 
-        Pass `shape` where the last byte of a row is not full, and `block_size` where several would fit the number of
-        scales, as they do where the last block is short: what the components do not decide raises a `ValueError`.
+        Pass `shape` if the last byte of a row is not full, and `block_size` if more than one would give this number of
+        scales, for instance if the last block may be short. Raises a `ValueError` if the block size is ambiguous.
         """
         own = {n for c, b in zip(cls._fields(), QuantizedArray._fields(), strict=True) for n in c if n not in b}
         missing = [name for name in cls.part_names if name not in parts]
@@ -180,7 +180,7 @@ class QuantizedArray(ImplicitArray):
         fields = {field: jnp.asarray(parts.pop(name)) for name, field in cls.part_names.items()}
         codes, scales = fields["codes"], fields["scales"]
         new = cls.build(shape=(), dtype=dtype, spans=(), **fields, **parts)
-        spare = new.packing["codes"] - 1 if shape is None else 0  # codes that the last byte may have too many
+        spare = new.packing["codes"] - 1 if shape is None else 0  # unused codes that the last byte may hold
         if shape is None:
             shape = (*codes.shape[:-1], codes.shape[-1] * new.packing["codes"])
         spans = _component_spans(cls, shape, scales.shape, axis, block_size, spare)
@@ -437,7 +437,7 @@ class QuantizedArray(ImplicitArray):
 
 
 def _defined_at(cls: type, name: str) -> int:
-    """How far from a class the one is that defines an attribute of it."""
+    """The position in the method resolution order of the class that defines an attribute."""
     return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
 
 
@@ -505,7 +505,7 @@ def _component_spans(
     block_size: int | None,
     spare: int,
 ) -> list[int]:
-    """The spans of scales of a given shape. Raises where more than one block size would do, unless one is given."""
+    """The spans of scales of a given shape. Raises if `block_size` is not given and more than one would fit."""
     if len(scales) != len(shape):
         raise ValueError(f"A {cls.__name__} of {len(shape)} axes needs scales of as many, not of shape {scales}.")
     if axis is not None:
@@ -522,7 +522,7 @@ def _component_spans(
 
 
 def _only_block_size(cls: type[QuantizedArray], lengths: range, scales: int, axis: int) -> int:
-    """The one block size of the format by which an axis, of one of these lengths, has this many scales."""
+    """The one block size of the format that gives this many scales on an axis of one of these lengths."""
     fits = {size for n in lengths for size in range(-(-n // scales), (n - 1) // (scales - 1) + 1)}
     allowed = fits if cls.block_sizes is None else fits.intersection(cls.block_sizes)
     if len(allowed) != 1:

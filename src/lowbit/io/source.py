@@ -67,7 +67,7 @@ class LowbitDir(LowbitFile):
 
 
 def is_stored(kind: str) -> bool:
-    """Whether a type of tensor is a quantized array: of our formats, or of a class that somebody else wrote."""
+    """Whether a type of tensor is a quantized array, in a format of lowbit or of a user's class."""
     return kind in FORMATS or kind in _KEPT or kind in _class_names(QuantizedArray)
 
 

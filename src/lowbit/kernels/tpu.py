@@ -153,7 +153,7 @@ class Plan:
         self.folded = None if not whole else "y" if contract in whole else "x"
         narrow = x.dtype == jnp.bfloat16
         self.x_pieces = 3 if not narrow else 2 if self.folded == "x" else 1
-        # A weight that reads as bfloat16 is rounded to it only where the result is, too.
+        # Round a bfloat16 weight to bfloat16 only if the result is bfloat16 too.
         rounded = narrow and w.dtype == jnp.bfloat16 and self.dtype == jnp.bfloat16
         exact = rounded or (self.folded and w.in_int8 == 1)
         self.w_pieces = 1 if exact else 2 if narrow else 3

@@ -194,7 +194,7 @@ def _classes(annotation: Any, fn: Callable[..., Any]) -> tuple[type, ...]:
 
 def _distance(operand: Any, classes: tuple[type, ...]) -> int | None:
     lineage = type(operand).__mro__ if isinstance(operand, ImplicitArray) else (jax.Array,)
-    # An abstract class may know of subclasses that do not inherit from it: those are farther than all others.
+    # A virtual subclass of an abstract class is farther from it than any real one.
     found = [
         lineage.index(c) if c in lineage else len(lineage)
         for c in classes

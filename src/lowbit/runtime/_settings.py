@@ -32,7 +32,7 @@ class Setting(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What holds here: the value of the innermost `with`, or else that of the process."""
+        """The value of the innermost `with` block of this thread, or else that of the process."""
         return self._context.value
 
     def __call__(self, value: T) -> "Switch[T]":
@@ -63,8 +63,8 @@ class Setting(Generic[T]):
         return getattr(self._thread, "entered", ())
 
     def _enter(self, switches: "tuple[Switch[T], ...]") -> None:
-        """Let these be the switches of this thread, of which the last one holds."""
-        # One context of JAX at a time, so that switches may be left in any order.
+        """Make these the entered switches of this thread; the last one holds."""
+        # One JAX context at a time, so that switches may be exited in any order.
         held: Any = getattr(self._thread, "held", None)
         if held is not None:
             held.__exit__(None, None, None)
@@ -89,7 +89,7 @@ class Switch(Generic[T]):
         entered = self.setting._entered()
         places = [i for i, switch in enumerate(entered) if switch is self]
         if not places:
-            raise RuntimeError(f"{self.setting.name}({self.value!r}) is left in a thread that did not enter it.")
+            raise RuntimeError(f"{self.setting.name}({self.value!r}) was exited in a thread that did not enter it.")
         self.setting._enter((*entered[: places[-1]], *entered[places[-1] + 1 :]))
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class Switch(Generic[T]):
         return f"<{name}({value}) for a with statement; {name}.set({value}) sets it for the process>"
 
     def __del__(self) -> None:
-        # The call alone changes nothing, which who wrote it as a statement should hear.
+        # A bare `setting(value)` statement changes nothing: say so.
         if not self._used and not sys.is_finalizing():
             name, value = self.setting.name, repr(self.value)
             warnings.warn(

@@ -27,7 +27,7 @@ class _Eformer(lowbit.QuantizedArray):
     """Fields by position in eformer's order, and a `quantize` that does not raise on NaN, whose block reads as NaN."""
 
     positional: ClassVar[tuple[str, ...]] = ()
-    # The fields that are stored. `dataclasses.fields` has the documented ones in their place.
+    # The stored fields; `dataclasses.fields` lists the documented ones instead.
     stored_fields: ClassVar[Fields] = ((), ())
     documented: ClassVar[tuple[str, ...]] = ()
 
@@ -53,7 +53,7 @@ class _Eformer(lowbit.QuantizedArray):
 
 
 def _documented(cls: Any) -> Any:
-    """Let the dataclass fields of a class be those that eformer documents, whatever the class of ours stores."""
+    """Give a class the dataclass fields that eformer documents, in place of the stored ones."""
     names = ("shape", "dtype", *cls.positional)
     cls.stored_fields, cls.documented = cls.__bases__[1]._fields(), names
     made = dataclasses.make_dataclass(cls.__name__, [(name, Any, dataclasses.field(default=None)) for name in names])

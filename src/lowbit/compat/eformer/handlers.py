@@ -32,7 +32,7 @@ _OPERANDS = {
     "broadcast_in_dim": ("operand",),
     "gather": ("operand",),
 }
-# What a handler takes a parameter to be that is not given.
+# Parameters that a handler may be called without.
 _DEFAULTS: dict[str, dict[str, Any]] = {"integer_pow": {"y": 2}, "convert_element_type": {"new_dtype": jnp.bfloat16}}
 
 

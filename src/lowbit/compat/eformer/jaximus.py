@@ -101,7 +101,7 @@ class ImplicitArray(_Fields, abc.ABC):
         return ShapedArray(self.shape, self.dtype)
 
     def _flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
-        # As given: what is derived changes with the fields, which may be anything here.
+        # Only what was given: deriving the rest needs arrays, and JAX flattens with anything in their place.
         parts, static = self._fields()
         return [getattr(self, n) for n in parts], tuple(vars(self).get(n) for n in static)
 
