@@ -10,6 +10,7 @@ import numpy as np
 
 from lowbit.formats import FORMATS, QuantizedArray
 
+from ._folder import check_whole
 from .gguf import GGUFFile
 from .safetensors import LowbitFile, is_lowbit_file
 from .tensors import WEIGHTS, HuggingFaceDir, SafetensorsFile, other_files
@@ -78,6 +79,7 @@ def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Tenso
     """
     path = Path(path)
     if path.is_dir():
+        check_whole(path)
         ours = (path / WEIGHTS).is_file() and is_lowbit_file(path / WEIGHTS)
         return LowbitDir(path) if ours else HuggingFaceDir(path, strict=strict)
     with path.open("rb") as file:
