@@ -146,7 +146,7 @@ def tortured(folder: Path, kind: str, kills: int, seed: int) -> dict[str, int]:
         child = start(sources[new], target, log)
         before = done % 4 == 3 or not begun(child, journal, known)  # most of the time of a run is that of its start
         last = times[1] - times[0] if before else times[2] - times[1]
-        time.sleep(moments.uniform(0.6 * last if done % 4 == 1 else 0, last))  # more often near its end
+        time.sleep(moments.uniform(0, last))
         how = signal.SIGINT if done % 6 == 5 else signal.SIGKILL
         os.kill(child, how)  # it may have ended, but nobody has waited for it yet
         _, status = os.waitpid(child, 0)

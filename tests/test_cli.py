@@ -325,6 +325,17 @@ def test_a_directory_of_others_is_filled_and_nothing_in_it_changes(tiny: Path, t
     assert {name: contents(target)[name] for name in foreign} == foreign
 
 
+def test_what_a_user_has_changed_is_not_removed(tiny: Path, tmp_path: Path) -> None:
+    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
+    put(source, {"LICENSE": "l"})
+    run("quantize", source, target)
+    put(target, {"README.md": "mine"})
+    for name in ("README.md", "LICENSE"):
+        (source / name).unlink()
+    run("quantize", source, target, "--force")
+    assert (target / "README.md").read_text() == "mine" and not (target / "LICENSE").exists()
+
+
 IN_THE_WAY = {
     "foreign": lambda target: put(target, {"tokenizer.json": "mine"}),
     "weights": lambda target: put(target, {"model.safetensors": "mine"}),

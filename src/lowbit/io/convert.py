@@ -365,14 +365,14 @@ def _check_method(source: Tensors) -> None:
 
 
 def _metadata(source: Tensors) -> dict[str, Any]:
-    """What a file of ours remembers of the file it came from."""
+    """The metadata of a lowbit file, from the file that it is made from."""
     if not isinstance(source, GGUFFile):
         return dict(source.metadata)
     return {"gguf": {key: _listed(field) for key, field in source.fields.items()}}
 
 
 def _gguf_fields(source: Tensors) -> dict[str, GGUFField]:
-    """The fields of a GGUF file, from itself or from a file of ours that came from one."""
+    """The fields of a GGUF file, from itself or from a lowbit file that came from one."""
     if isinstance(source, GGUFFile):
         return source.fields
     listed = source.metadata.get("gguf")
@@ -382,7 +382,7 @@ def _gguf_fields(source: Tensors) -> dict[str, GGUFField]:
 
 
 def plain_fields(listed: Any) -> dict[str, Any] | None:
-    """The values of GGUF fields that a file of ours remembers, without their types."""
+    """The values of GGUF fields in the metadata of a lowbit file, without their types."""
     if not isinstance(listed, dict):
         return None
     return {key: without_types(_field(field)) for key, field in listed.items()}

@@ -53,7 +53,7 @@ class Tensors(Protocol):
 
 
 class LowbitDir(LowbitFile):
-    """A directory as Hugging Face has them, with its weights in a file of ours."""
+    """A directory as Hugging Face has them, with its weights in a lowbit file."""
 
     def __init__(self, path: str | os.PathLike[str]):
         folder = Path(path)
@@ -73,7 +73,7 @@ def is_stored(kind: str) -> bool:
 
 
 def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Tensors:
-    """The reader for a path: a GGUF file, a file of ours, another safetensors file, or a Hugging Face directory.
+    """The reader for a path: a GGUF file, a lowbit file, another safetensors file, or a Hugging Face directory.
 
     The first bytes tell, not the name. `strict`: what cannot be read as it is stored is an error.
     """

@@ -110,10 +110,10 @@ def _run(works: Sequence[Work], part: Part, progress: Progress, note: Note) -> N
         making: deque[tuple[int, Future[Any]]] = deque()
 
         def write(left: int = 0) -> None:
-            """Write pieces in their order, until so many are left."""
+            """Write chunks in order, until so many are left."""
             while len(making) > left:
-                number, piece = making.popleft()
-                writer.submit(part.write, *steps[number], *piece.result()).result()
+                number, chunk = making.popleft()
+                writer.submit(part.write, *steps[number], *chunk.result()).result()
                 progress(ends[number], total)
 
         for number, (work, step) in enumerate(steps[part.done :], part.done):
