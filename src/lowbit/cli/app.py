@@ -200,7 +200,7 @@ def report(
     b: Annotated[Path, typer.Argument(help="The same model, quantized.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
     histograms: Annotated[int, typer.Option(min=0, help="How many of the worst tensors to show in detail.")] = 8,
-    force: Force = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the page if it exists.")] = False,
 ) -> None:
     """Write a page on how two files differ: sizes and errors by layer, every tensor, the worst in detail."""
     with plain_errors():
