@@ -1,31 +1,44 @@
-"""`lowbit quantize` killed at random moments: the target is the old file or the new one, and the next run goes on.
+"""`lowbit quantize` killed at random moments: the target is the old one or the new one, and the next run goes on.
 
-python tests/kill.py [--kills 200] [--seed 0] [--folder FOLDER]
+python tests/kill.py [--kills 200] [--seed 0] [--folder FOLDER] [--kinds file,directory,steps]
 
-Every sixth time it is interrupted as by Ctrl-C rather than killed. Two sources take turns, so that the old file and the
-new one differ. Processes are forked before JAX has started, which saves each of them the imports, and share what
-is compiled.
+Every sixth time it is interrupted as by Ctrl-C rather than killed. Two sources take turns, so that the old target and
+the new one differ. The directory has files of others in it, which must keep every byte. Processes are forked before JAX
+has started, which saves each of them the imports, and share what is compiled.
+
+`steps` is not random: the files of a directory are replaced, without quantizing, by a process that ends before each of
+its calls to the file system in turn.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import safetensors.numpy
 
+import lowbit
 from lowbit.cli.app import app
-from lowbit.io import _boxes, _part
+from lowbit.io import _boxes, _folder, _part
+
+FOREIGN = {"thesis.txt": b"mine", "notes/day.md": b"1" * 5000, ".hidden": b"", "weights.bin": bytes(range(256))}
+OWN = {".lowbit-out.journal", ".lowbit-out.part", ".lowbit-out.new"}
 
 
-def make(path: Path, seed: int) -> Path:
+def make(path: Path, seed: int, kind: str) -> Path:
     rng = np.random.default_rng(seed)
     # Kernels are gone through twice.
     shapes = {"weight": (64, 512), "kernel": (64, 256)}
@@ -35,7 +48,16 @@ def make(path: Path, seed: int) -> Path:
         for name, shape in shapes.items()
     }
     tensors |= {f"layers.{i}.norm": rng.standard_normal(512).astype(np.float32) for i in range(12)}
-    safetensors.numpy.save_file(tensors, path)
+    if kind == "file":
+        safetensors.numpy.save_file(tensors, path)
+        return path
+    path.mkdir()
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+    for i in range(4):  # some names are the same in both, and some are not
+        file = path / f"more{seed * (i % 2)}" / f"{i}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(seed))
+    (path / "config.json").write_text(json.dumps({"seed": seed}))
     return path
 
 
@@ -56,11 +78,19 @@ def start(source: Path, target: Path, log: Path) -> int:
     os._exit(code or 0)
 
 
-def whole(source: Path, target: Path, log: Path) -> bytes:
-    """The file that a run makes which nobody interrupts."""
+def contents(target: Path) -> dict[str, bytes]:
+    """The bytes of the target: of a file, or of each file of a directory, without what waits there to be moved."""
+    if target.is_file():
+        return {"": target.read_bytes()}
+    names = [path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()]
+    return {name: (target / name).read_bytes() for name in names if not name.startswith(_folder.PENDING)}
+
+
+def whole(source: Path, target: Path, log: Path) -> dict[str, bytes]:
+    """What a run makes which nobody interrupts."""
     _, status = os.waitpid(start(source, target, log), 0)
     assert status == 0, log.read_text()
-    return target.read_bytes()
+    return contents(target)
 
 
 def lines(journal: Path) -> int:
@@ -71,7 +101,7 @@ def lines(journal: Path) -> int:
 
 
 def begun(child: int, journal: Path, known: int = 1) -> bool:
-    """Wait until the first pieces of a run are on the disk; False if it has ended before."""
+    """Wait until the first chunks of a run are on the disk; False if it has ended before."""
     while lines(journal) <= known:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG):
             return False
@@ -79,18 +109,28 @@ def begun(child: int, journal: Path, known: int = 1) -> bool:
     return True
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path)
-    args = parser.parse_args()
-    folder = args.folder or Path(tempfile.mkdtemp())
-    target, log, moments = folder / "out", folder / "log", random.Random(args.seed)
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    sources = [make(folder / f"in{i}", i) for i in range(2)]
+def is_mixed(target: Path, found: dict[str, bytes], wanted: list[dict[str, bytes]]) -> bool:
+    """Whether a directory was left half replaced, which lowbit must notice; anything worse is an error."""
+    if found in wanted:
+        return False
+    assert target.is_dir(), "the target is neither the old file nor the new one"
+    weights = "model.safetensors"
+    assert found[weights] in [old[weights] for old in wanted], "the weights are neither the old ones nor the new ones"
+    for name, data in FOREIGN.items():
+        assert found[name] == data, f"{name} of another program has changed"
+    for name, data in found.items():
+        assert data in [old.get(name) for old in wanted], f"{name} is neither the old file nor the new one"
+    assert _folder.is_pending(target), "the directory is mixed, and readers cannot tell"
+    return True
+
+
+def tortured(folder: Path, kind: str, kills: int, seed: int) -> dict[str, int]:
+    target, log, moments = folder / "out", folder / "log", random.Random(seed)
+    sources = [make(folder / f"in{i}", i, kind) for i in range(2)]
+    if kind == "directory":
+        for name, data in FOREIGN.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(data)
     wanted = [whole(source, target, log) for source in sources]
     journal, times = folder / ".lowbit-out.journal", [time.monotonic()]
     child = start(sources[1], target, log)
@@ -98,29 +138,29 @@ def main() -> None:
     times.append(time.monotonic())
     os.waitpid(child, 0)
     times.append(time.monotonic())
-    assert target.read_bytes() == wanted[1] != wanted[0]
-    counts = dict.fromkeys(("killed", "interrupted", "finished", "resumed", "part", "replaced"), 0)
-    new = 0  # which of the two is being written over the other
-    done = 0
-    while done < args.kills:
+    assert contents(target) == wanted[1] != wanted[0]
+    counts = dict.fromkeys(("killed", "interrupted", "finished", "resumed", "part", "mixed", "replaced"), 0)
+    new = done = 0  # which of the two is being written over the other; how many runs were cut short
+    while done < kills:
         known = max(lines(journal), 1)
         child = start(sources[new], target, log)
         before = done % 4 == 3 or not begun(child, journal, known)  # most of the time of a run is that of its start
-        time.sleep(moments.uniform(0, times[1] - times[0] if before else times[2] - times[1]))
+        last = times[1] - times[0] if before else times[2] - times[1]
+        time.sleep(moments.uniform(0, last))
         how = signal.SIGINT if done % 6 == 5 else signal.SIGKILL
         os.kill(child, how)  # it may have ended, but nobody has waited for it yet
         _, status = os.waitpid(child, 0)
-        beside = sorted(name for name in os.listdir(folder) if name.startswith("."))
-        found, said = target.read_bytes(), log.read_text()
-        assert found in wanted, f"after {done} kills the target is neither the old file nor the new one"
-        assert set(beside) <= {".lowbit-out.journal", ".lowbit-out.part"}, beside
+        beside = {name for name in os.listdir(folder) if name.startswith(".")}
+        found, said = contents(target), log.read_text()
+        counts["mixed"] += is_mixed(target, found, wanted)
+        assert beside <= OWN, beside
         assert "starting over" not in said, said
         counts["resumed"] += "going on with" in said
-        counts["part"] += len(beside) == 2
+        counts["part"] += ".lowbit-out.part" in beside
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             assert found == wanted[new] and not beside, beside
             counts["finished"] += 1
-            assert counts["finished"] < 20 + 5 * args.kills, f"runs end before they are killed: {counts}"
+            assert counts["finished"] < 20 + 5 * kills, f"runs end before they are killed: {counts}"
         else:
             done += 1
             counts["killed" if how == signal.SIGKILL else "interrupted"] += 1
@@ -128,9 +168,108 @@ def main() -> None:
             counts["replaced"] += 1
             new = 1 - new
             # Killed after the new file took its place, there is a journal of nothing, which the next run cleans.
-            assert set(beside) <= {".lowbit-out.journal"}, beside
+            assert beside <= {".lowbit-out.journal"}, beside
     assert whole(sources[new], target, log) == wanted[new]
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    return counts
+
+
+OLD = {"config.json": b"old", "stale.json": b"old", "more/0.json": b"old", "model.safetensors": b"old weights"}
+NEW = {"config.json": b"new", "more/0.json": b"new", "more/new/1.json": b"new", "model.safetensors": b""}
+CALLS = ("mkdir", "replace", "rename", "unlink", "rmdir", "fsync")
+
+
+def forked(work: Callable[[], None], calls: int | None = None) -> int:
+    """The exit code of a process that does some work, or ends after so many calls to the file system."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        if calls is not None:
+            ends_after(calls)
+        work()
+    except BaseException:  # this process must never run on
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def ends_after(left: int) -> None:
+    """Have this process end, as if it was killed, after so many calls to the file system."""
+
+    def counted(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return real(*args, **options)
+
+    for name in CALLS:
+        setattr(os, name, partial(counted, getattr(os, name)))
+
+
+def write(target: Path, files: dict[str, bytes], part: Path) -> None:
+    """What `convert` does with a directory when its weights are finished."""
+    _folder.finish(target)
+    _folder.discard(target, part)
+    if not part.exists():  # then they were in their place
+        return
+    with _folder.staged(target, files, part) as folder:
+        for name, data in files.items():
+            if name != "model.safetensors":
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(data)
+        os.replace(part, folder / "model.safetensors")
+
+
+def stepped(folder: Path, *, fresh: bool) -> int:
+    """Replace a directory, killed before each step; how many steps that takes."""
+    weights, target, part = folder / "weights", folder / "out", folder / ".lowbit-out.part"
+    assert forked(lambda: lowbit.save(weights, {"w": np.ones(64, np.float32)})) == 0
+    new = NEW | {"model.safetensors": weights.read_bytes()}
+    foreign = {} if fresh else FOREIGN
+    for call in itertools.count():
+        shutil.rmtree(target, ignore_errors=True)
+        if not fresh:
+            part.write_bytes(OLD["model.safetensors"])
+            write(target, OLD, part)
+            for name, data in FOREIGN.items():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                (target / name).write_bytes(data)
+        shutil.copyfile(weights, part)
+        code = forked(partial(write, target, new, part), calls=call)
+        assert code in (0, 9), code
+        found = {name: data for name, data in contents(target).items() if name != _folder.MANIFEST}
+        assert {name: found.pop(name) for name in foreign} == foreign, call
+        if not _folder.is_pending(target):
+            assert found in (new, {} if fresh else OLD), call
+        else:
+            assert not fresh and found["model.safetensors"] in (OLD["model.safetensors"], weights.read_bytes()), call
+        assert {name for name in os.listdir(folder) if name.startswith(".")} <= OWN
+        assert forked(lambda: write(target, new, part)) == 0, call
+        assert {n: d for n, d in contents(target).items() if n != _folder.MANIFEST} == {**new, **foreign}, call
+        assert sorted(os.listdir(folder)) == ["out", "weights"] and not (target / _folder.PENDING).exists(), call
+        if code == 0:
+            return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--kinds", default="file,directory")
+    args = parser.parse_args()
+    folder = args.folder or Path(tempfile.mkdtemp())
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    counts: dict[str, Any] = {}
+    for kind in args.kinds.split(","):
+        (folder / kind).mkdir()
+        if kind == "steps":
+            counts[kind] = [stepped(folder / kind, fresh=fresh) for fresh in (False, True)]
+        else:
+            counts[kind] = tortured(folder / kind, kind, args.kills, args.seed)
     print(json.dumps(counts))
 
 

@@ -1,10 +1,13 @@
 """The command: files in and out as a user types it, and one line for every mistake."""
 
 import errno
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import lowbit
 from lowbit.cli.app import app
 from lowbit.demo import llama
 from lowbit.demo.language_model import LanguageModel
+from lowbit.io import _folder
 from lowbit.io import convert as converting
 from lowbit.io.gguf import GGUFFile
 from lowbit.io.source import open_tensors
@@ -79,7 +83,7 @@ def test_quantized_files_generate_what_quantized_models_do(tiny: Path, tmp_path:
 
 def huggingface_dir(tiny: Path, folder: Path) -> Path:
     """The tiny llama as Hugging Face has it: other names, and heads that turn halves."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     file = GGUFFile(tiny)
     tensors = {
         "model.embed_tokens.weight": file.dense("token_embd.weight"),
@@ -112,7 +116,7 @@ def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> N
     ours = tmp_path / "ours"
     run("quantize", folder, ours, "--format", "int8")
     others = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert set(os.listdir(ours)) == others and (ours / "README.md").read_text() == "tiny"
+    assert set(os.listdir(ours)) == others | {".lowbit.json"} and (ours / "README.md").read_text() == "tiny"
     model = LanguageModel.from_file(ours)
     assert isinstance(model.params["layers"]["q"], lowbit.Array8B)
     error = np.linalg.norm(model.logits(TOKENS) - want) / np.linalg.norm(want)
@@ -150,7 +154,7 @@ def test_inspect_and_compare_tell_what_is_there(tiny: Path, tmp_path: Path) -> N
     run("compare", tiny, tmp_path / "b.safetensors", "--tolerance", 0.7)
     run("compare", tiny, tmp_path / "b.safetensors", "--tolerance", 0.1, code=3)
     lowbit.save(tmp_path / "c.safetensors", {"output_norm.weight": np.zeros(8), "other": np.zeros(3)})
-    text = run("compare", tiny, tmp_path / "c.safetensors").output
+    text = run("compare", tiny, tmp_path / "c.safetensors", code=3).output
     assert "has the shape 8 in" in text and f"1 not in {tiny}: other" in text
     run("compare", tiny, tmp_path / "c.safetensors", "--tolerance", 9, code=3)
 
@@ -227,7 +231,7 @@ def interrupted(*args: Any) -> Any:
 
 def test_only_files_are_replaced(tiny: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    assert "no file that can be replaced" in run("convert", tiny, tmp_path / "pipe.gguf", "--force", code=1).stderr
+    assert "not a file that can be replaced" in run("convert", tiny, tmp_path / "pipe.gguf", "--force", code=1).stderr
     assert (tmp_path / "pipe.gguf").is_fifo() and left_over(tmp_path) == []
 
 
@@ -268,3 +272,288 @@ def test_gguf_types_that_are_no_format_of_ours_are_decoded_once(tmp_path: Path) 
     assert np.array_equal(file.dense("Q8_0.weight"), before.dense("Q8_0.weight"))
     run("quantize", path, tmp_path / "b", "--rule", "Q8*=nf4")
     assert open_tensors(tmp_path / "b").type("Q8_0.weight") == "nf4"
+
+
+# --- directories with files of others
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file in a directory, without lowbit's manifest."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != _folder.MANIFEST]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def put(folder: Path, files: dict[str, str]) -> dict[str, bytes]:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return {name: text.encode() for name, text in files.items()}
+
+
+FOREIGN = {"thesis.txt": "mine", "notes/day.md": "1", ".hidden": "h", "weights.bin": "w", "onnx/model.onnx": "o"}
+
+
+@pytest.mark.parametrize("to", ["lowbit", "bitsandbytes", "safetensors"])
+def test_files_of_others_stay_in_a_directory_that_is_replaced(to: str, tiny: Path, tmp_path: Path) -> None:
+    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
+    put(source, {"onnx/config.json": "{}"})
+    given = ("quantize", source, target, "--to", to, "--requantize", "--dequantize", "--force")
+    run(*given)
+    first = contents(target)
+    foreign = put(target, FOREIGN)
+    (target / "link").symlink_to(tmp_path / "hf")
+    (source / "README.md").unlink()
+    put(source, {"LICENSE": "new", "onnx/config.json": "[]"})
+    run(*given)
+    now = contents(target)
+    assert {name: now[name] for name in foreign} == foreign and (target / "link").is_symlink()
+    assert now["LICENSE"] == b"new" and now["onnx/config.json"] == b"[]"
+    # What lowbit wrote and writes no more is gone.
+    assert now.keys() - foreign.keys() - {"LICENSE"} == first.keys() - {"README.md"}
+    assert left_over(tmp_path) == [] and left_over(target) == [".hidden", ".lowbit.json"]
+
+
+def test_a_directory_of_others_is_filled_and_nothing_in_it_changes(tiny: Path, tmp_path: Path) -> None:
+    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
+    foreign = put(target, {**FOREIGN, "README.md": "tiny"})  # the last as the source has it
+    run("quantize", source, target, "--force")
+    assert {name: contents(target)[name] for name in foreign} == foreign
+    manifest = json.loads((target / ".lowbit.json").read_text())["files"]
+    assert "README.md" not in manifest and "model.safetensors" in manifest
+    (source / "README.md").unlink()
+    run("quantize", source, target, "--force")
+    assert {name: contents(target)[name] for name in foreign} == foreign
+
+
+def test_what_a_user_has_changed_is_not_removed(tiny: Path, tmp_path: Path) -> None:
+    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
+    put(source, {"LICENSE": "l"})
+    run("quantize", source, target)
+    put(target, {"README.md": "mine"})
+    for name in ("README.md", "LICENSE"):
+        (source / name).unlink()
+    run("quantize", source, target, "--force")
+    assert (target / "README.md").read_text() == "mine" and not (target / "LICENSE").exists()
+
+
+IN_THE_WAY = {
+    "foreign": lambda target: put(target, {"tokenizer.json": "mine"}),
+    "weights": lambda target: put(target, {"model.safetensors": "mine"}),
+    "edited": lambda target: put(target, {"config.json": '{"model_type": "mine"}'}),
+    "manifest": lambda target: put(target, {".lowbit.json": "mine"}),
+    "directory": lambda target: ((target / "README.md").unlink(), put(target, {"README.md/mine": "mine"})),
+    "index": lambda target: put(target, {"model.safetensors.index.json": "{}"}),
+    "link": lambda target: ((target / "README.md").unlink(), (target / "README.md").symlink_to("config.json")),
+    "linked": lambda target: (target / "onnx").symlink_to(target.parent),
+}
+
+
+@pytest.mark.parametrize("case", IN_THE_WAY)
+def test_files_of_others_are_never_replaced(case: str, tiny: Path, tmp_path: Path) -> None:
+    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
+    run("quantize", source, target)
+    IN_THE_WAY[case](target)
+    put(source, {"onnx/new.json": "{}", "README.md": "other"})
+    before = contents(tmp_path)
+    told = run("quantize", source, target, "--force", "--format", "int8", code=1).stderr
+    assert "Move" in told and "--force" not in told and told.count("\n") == 1
+    assert contents(tmp_path) == before and left_over(tmp_path) == []
+
+
+def test_a_manifest_cannot_name_files_outside_of_its_directory(tiny: Path, tmp_path: Path) -> None:
+    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
+    run("quantize", source, target)
+    put(tmp_path, {"thesis.txt": "mine"})
+    proof = {"bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest()}
+    for name in ("../thesis.txt", str(tmp_path / "thesis.txt"), "a/../../thesis.txt"):
+        put(target, {".lowbit.json": json.dumps({"lowbit.manifest": 1, "files": {name: proof}})})
+        assert ".lowbit.json" in run("quantize", source, target, "--force", code=1).stderr
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_places_that_nobody_means_are_refused_by_name(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = huggingface_dir(tiny, tmp_path / "models" / "hf")
+    for name in ("home/me", "work/here"):
+        put(tmp_path, {f"{name}/thesis.txt": "mine"})
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    monkeypatch.chdir(tmp_path / "work" / "here")
+    before = contents(tmp_path)
+    for target, told in {
+        ".": ". is the working directory",
+        "..": ".. contains the working directory",
+        tmp_path / "home" / "me": "is your home directory",
+        tmp_path / "home": "contains your home directory",
+        source: "is the source itself",
+        source.parent: f"is the directory of {source}",
+        source / "out": f"lies inside {source}",
+    }.items():
+        assert told in run("quantize", source, target, "--force", code=1).stderr
+        with pytest.raises(ValueError, match=re.escape(told)):
+            converting.convert(open_tensors(source), Path(target))
+    for target, told in {"/": "/ is the root directory", "/dev/shm": "/dev/shm is a mount point"}.items():
+        with pytest.raises(ValueError, match=told):  # of the command only what comes before any work
+            converting.check_target(source, Path(target), force=True)
+    assert contents(tmp_path) == before and left_over(tmp_path) == []
+
+
+def test_a_directory_is_on_the_disk_before_the_old_state_goes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
+    run("quantize", source, target)
+    (source / "README.md").unlink()
+    done: list[tuple[str, str]] = []
+
+    def record(name: str, shown: Any) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            path = Path(shown(*args))
+            if path.is_relative_to(tmp_path):
+                done.append((name, path.relative_to(tmp_path).as_posix()))
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+
+    record("fsync", lambda file: os.readlink(f"/proc/self/fd/{file}"))
+    for name in ("replace", "rename"):
+        record(name, lambda new, path: path)
+    for name in ("unlink", "rmdir"):
+        record(name, lambda path: path)
+    run("quantize", source, target, "--force", "--format", "int8")
+    places = {event: i for i, event in enumerate(done)}  # the last time of each
+    first = {event: i for i, event in reversed(list(enumerate(done)))}
+    commit = places["rename", "out/.lowbit-new"]
+    files = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+    for name in (*files, ".lowbit.json.part", "."):
+        assert first["fsync", f".lowbit-out.new/{name}".removesuffix("/.")] < commit
+    moved = [places["replace", f"out/{name}"] for name in files]
+    assert commit < first["fsync", "out"] < min(moved) and moved == sorted(moved)  # the weights last
+    synced = [i for i, event in enumerate(done) if event == ("fsync", "out")]
+    gone = [
+        places["unlink", "out/README.md"],
+        places["replace", "out/.lowbit.json"],
+        places["rmdir", "out/.lowbit-new"],
+    ]
+    assert gone == sorted(gone) and all(any(a < i < b for i in synced) for a, b in pairwise([max(moved), *gone]))
+    assert gone[-1] < synced[-1] < places["unlink", ".lowbit-out.journal"]
+
+
+# --- nothing printed that is not so
+
+
+def sizes(path: Path) -> tuple[int, int]:
+    file = open_tensors(path)
+    return sum(map(file.nbytes, file)), path.stat().st_size
+
+
+@pytest.mark.parametrize("to", ["lowbit", "gguf", "safetensors"])
+def test_totals_are_those_of_the_file(to: str, tiny: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    given = ("quantize", tiny, target, "--to", to)
+    if to != "lowbit":
+        told = run(*given, code=1).stderr
+        assert "cannot hold 15 tensors (blk.0.attn_q.weight, ...) as nf4" in told and "--dequantize writes" in told
+        assert ("F16" in told and "Q8_0" in told) if to == "gguf" else "dense tensors" in told
+        assert not target.exists()
+    found = json.loads(run(*given, "--dequantize", "--json").stdout)
+    assert (found["after"], found["on_disk"]) == sizes(target) and sum(r["after"] for r in found["tensors"]) == found[
+        "after"
+    ]
+    file, source = open_tensors(target), open_tensors(tiny)
+    assert found["before"] == sum(map(source.nbytes, source))
+    for row in found["tensors"]:
+        a, b = source.dense(row["path"]), file.dense(row["path"])
+        assert row["format"] in (None, file.type(row["path"])) and row["after"] == file.nbytes(row["path"])
+        assert (row["error"] or 0) == pytest.approx(np.linalg.norm(b - a) / np.linalg.norm(a), rel=1e-4)
+    text = run(*given, "--dequantize", "--force").output
+    stored = {"lowbit": "nf4", "gguf": "Q8_0", "safetensors": "F32"}[to]
+    assert f"{found['on_disk']:,} bytes on disk" in text
+    assert ("15 tensors have the error of nf4 and the size of " + stored in text) == (to != "lowbit")
+
+
+def test_growth_is_said_as_growth(tiny: Path, tmp_path: Path) -> None:
+    run("quantize", tiny, tmp_path / "nf4")
+    assert "cannot hold 15 tensors" in run("convert", tmp_path / "nf4", tmp_path / "f16.gguf", code=1).stderr
+    before, after = sizes(tmp_path / "nf4")[0], sizes(tiny)[0]
+    text = run("convert", tmp_path / "nf4", tmp_path / "dense", "--to", "safetensors", "--dequantize").output
+    assert f"{after / before:.2f} times larger" in text and "smaller" not in text
+    assert "the same size" in run("convert", tiny, tmp_path / "copy").output
+
+
+def test_a_format_that_bitsandbytes_cannot_hold_is_refused(tiny: Path, tmp_path: Path) -> None:
+    given = ("quantize", tiny, tmp_path / "out", "--to", "bitsandbytes", "--format", "int8")
+    assert "a bitsandbytes file holds nf4 and dense tensors" in run(*given, code=1).stderr
+    rows = json.loads(run(*given, "--dequantize", "--json").stdout)["tensors"]
+    assert {(row["format"], row["why"]) for row in rows if row["format"]} == {
+        ("F32", "the error of int8, the size of F32")
+    }
+
+
+def test_other_scales_than_those_of_q8_0_are_refused(tiny: Path, tmp_path: Path) -> None:
+    run("quantize", tiny, tmp_path / "int8", "--format", "int8")
+    file = open_tensors(tmp_path / "int8")
+    assert all(isinstance(file.array(name), lowbit.Array8B) for name in file if file.type(name) == "int8")
+    given = ("convert", tmp_path / "int8", tmp_path / "out.gguf", "--type", "Q8_0")
+    assert "cannot hold blk.0.attn_q.weight as int8" in run(*given, code=1).stderr
+    assert "have the error of int8 and the size of Q8_0" in run(*given, "--dequantize").output
+
+
+def test_stored_tensors_are_requantized_if_asked_and_otherwise_the_report_says_so(tiny: Path, tmp_path: Path) -> None:
+    run("quantize", tiny, tmp_path / "nf4")
+    nf4 = open_tensors(tmp_path / "nf4")
+    given = ("quantize", tmp_path / "nf4", tmp_path / "out", "--force", "--format", "int8")
+    told = run(*given).output
+    assert "Nothing was quantized" in told and "15 stored as nf4 already" in told and "times" not in told
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "nf4").read_bytes()
+    told = run(*given, "--requantize").output
+    file = open_tensors(tmp_path / "out")
+    assert "Nothing" not in told and "times larger" in told
+    for name in nf4:
+        assert (file.type(name) == "int8") == (nf4.type(name) == "nf4")
+    told = run("quantize", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize").output
+    assert "Nothing was quantized" in told and "15 stored as nf4 already." in told
+    told = run("convert", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize").output
+    assert "Nothing was quantized: no format was asked for." in told
+
+
+def test_a_rule_that_matches_nothing_is_named(tiny: Path, tmp_path: Path) -> None:
+    for options in ((), ("--json",)):
+        result = run("quantize", tiny, tmp_path / "out", "--force", "--rule", "*ffn_dwn*=int8", *options)
+        assert result.stderr == "lowbit: The rule '*ffn_dwn*' matched no tensor.\n"
+    assert json.loads(result.stdout)["unmatched"] == ["*ffn_dwn*"]
+
+
+NOT_FINITE = {
+    "nan": ([1, np.nan], [1, 2], None),
+    "infinite": ([1, 2], [np.inf, 2], None),
+    "both nan": ([1, np.nan], [1, np.nan], 0.0),
+    "both infinite": ([1, np.inf], [2, np.inf], 1.0),
+    "from nothing": ([0, 0], [0, 1], None),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_numbers_that_are_not_finite_never_pass(case: str, tmp_path: Path) -> None:
+    *pair, error = NOT_FINITE[case]
+    for name, values in zip("ab", pair, strict=True):
+        lowbit.save(tmp_path / name, {"w": np.array(values, np.float32), "v": np.ones(3, np.float32)})
+    given = ("compare", tmp_path / "a", tmp_path / "b", "--json")
+
+    def no_json(text: str) -> None:
+        raise ValueError(text)
+
+    for options in ((), ("--tolerance", 2)):
+        text = run(*given, *options, code=3 if error is None else 0).stdout
+        rows = json.loads(text, parse_constant=no_json)["tensors"]
+        assert {row["name"]: row["error"] for row in rows} == {"w": error, "v": 0.0}
+        assert rows[0]["name"] == ("v" if error == 0 else "w") or error == 0
+
+
+def test_models_without_a_common_tensor_are_an_error(tiny: Path, tmp_path: Path) -> None:
+    lowbit.save(tmp_path / "b", {"w": np.ones(3)})
+    for options in ((), ("--json",), ("--tolerance", 1)):
+        result = run("compare", tiny, tmp_path / "b", *options, code=1)
+        assert "have no tensor of the same name" in result.stderr and result.stdout == ""

@@ -731,7 +731,7 @@ def test_other_arrays_are_converted(type, tmp_path):
         "none": weights(0, 64),
         "whole": np.arange(8, dtype=np.int32).reshape(2, 4),
     }
-    assert not gguf_writer._is_q8_0(arrays["int8"])
+    assert not gguf_writer.is_q8_0(arrays["int8"])
     write_gguf(tmp_path / "a.gguf", arrays, {}, type=type)
     file = GGUFFile(tmp_path / "a.gguf")
     kinds = {"ragged": "F16", "vector": "F32", "scalar": "F32", "whole": "I32"}

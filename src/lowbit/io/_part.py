@@ -34,10 +34,10 @@ _values = jax.jit(lambda array: array.scale_values())
 
 
 class Part:
-    """A file on its way, and the journal of what is done. Only who holds the lock has one."""
+    """A file that is being written, and the journal of what is done; `journal` is locked."""
 
     def __init__(self, target: Path, layout: Layout, works: Sequence[Work], journal: int):
-        self.path, self.journal_path = _beside(target)
+        self.path, self.journal_path = part_of(target), _journal_of(target)
         self.layout, self.journal = layout, journal
         self.tensors, self.offsets, self.size = dict(layout.tensors), dict(layout.offsets), layout.size
         for work in works:
@@ -54,15 +54,16 @@ class Part:
 
     @classmethod
     @contextlib.contextmanager
-    def locked(cls, target: Path, layout: Layout, works: Sequence[Work], key: str, note: Note) -> Iterator["Part"]:
-        part = cls(target, layout, works, lock(target))
+    def opened(
+        cls, target: Path, layout: Layout, works: Sequence[Work], journal: int, key: str, note: Note
+    ) -> Iterator["Part"]:
+        part = cls(target, layout, works, journal)
         try:
             part.open(key, note)
             yield part
         finally:
             if part.file >= 0:
                 os.close(part.file)
-            os.close(part.journal)  # and with it the lock is gone
 
     def open(self, key: str, note: Note) -> None:
         lines = _lines(self.journal)
@@ -219,14 +220,32 @@ def _waiting(name: str, field: str) -> str:
     return f"{name}\0{field}"
 
 
-def _beside(target: Path) -> tuple[Path, Path]:
-    part, journal = (target.parent / f".lowbit-{target.name}.{end}" for end in ("part", "journal"))
-    return part, journal
+def part_of(target: Path) -> Path:
+    """The file that grows beside a target until it is whole."""
+    return target.parent / f".lowbit-{target.name}.part"
+
+
+def _journal_of(target: Path) -> Path:
+    return target.parent / f".lowbit-{target.name}.journal"
+
+
+@contextlib.contextmanager
+def locked(target: Path) -> Iterator[int]:
+    """The journal of a target, locked by this process. An empty one is removed again."""
+    journal, path = lock(target), _journal_of(target)
+    try:
+        yield journal
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            # Where a journal was removed, that of another process may have its name.
+            if os.fstat(journal).st_size == 0 and os.path.samestat(os.fstat(journal), os.stat(path)):
+                path.unlink()
+        os.close(journal)  # and with it the lock is gone
 
 
 def lock(target: Path) -> int:
     """The journal, for this process alone."""
-    path = _beside(target)[1]
+    path = _journal_of(target)
     while True:
         journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:

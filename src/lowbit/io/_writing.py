@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import secrets
 import shutil
 import zlib
@@ -242,6 +243,7 @@ def save_together(target: Path, tree: Any, metadata: Any) -> None:
     # Fresh names, so that the files of the old index stay as they are until the new one has taken its place.
     names = [f"{target.stem}-{plans[0][:8].hex()}-{i + 1:05}-of-{len(plans):05}.safetensors" for i in range(len(plans))]
     part = target.parent / names[here]
+    written: dict[str, str] = {}
 
     def write() -> bytes:
         own = {
@@ -251,6 +253,7 @@ def save_together(target: Path, tree: Any, metadata: Any) -> None:
             if process == here
         }
         digest = write_file(part, *outlined(part, own, {}))
+        written[part.name] = digest.hex()
         if target.exists():
             shutil.copymode(target, part)
         return digest
@@ -275,20 +278,28 @@ def save_together(target: Path, tree: Any, metadata: Any) -> None:
         digests = together(doing, write)
         together(doing, publish)
     except BaseException:
-        remove_parts(target, [part.name])
+        remove_parts(target, written)
         raise
 
 
-def index_parts(target: Path) -> list[str]:
-    """The files that the index there names; none if there is no index, or none that can be read."""
+def index_parts(target: Path) -> dict[str, str]:
+    """The files that the index there names, with their digests; none without an index that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        if target.is_file() and version_of(target) == INDEX:  # a pipe would have us wait
-            return list(open_contents(target)[1].files)
-    return []
+        if target.is_file() and version_of(target) == INDEX:  # opening a pipe would block
+            return open_contents(target)[1].files
+    return {}
 
 
-def remove_parts(target: Path, names: list[str]) -> None:
-    """Remove parts, unless the file there names them. What cannot be removed stays; the checkpoint is whole."""
-    for name in {*names} - {*index_parts(target)}:
+def remove_parts(target: Path, parts: dict[str, str]) -> None:
+    """Remove parts that have the digests of the index, unless the file there names them still.
+
+    What cannot be removed stays; the checkpoint is whole.
+    """
+    for name in parts.keys() - index_parts(target):
         with contextlib.suppress(OSError):
-            (target.parent / name).unlink(missing_ok=True)
+            path = target.parent / name
+            with path.open("rb") as file:
+                file.seek(-DIGEST, os.SEEK_END)
+                is_part = version_of(path) is not None and file.read().hex() == parts[name]
+            if is_part and not path.is_symlink():
+                path.unlink()

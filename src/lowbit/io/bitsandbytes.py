@@ -27,7 +27,7 @@ import numpy as np
 from lowbit.formats import ArrayNF4, QuantizedArray, pack, unpack
 from lowbit.formats.nf4 import GROUP, LEVELS, dynamic_map
 
-from ._checks import are_counts, bad_tensor, can_be_a_shape, checked_field, checked_json
+from ._checks import OptionNeeded, are_counts, bad_tensor, can_be_a_shape, checked_field, checked_json
 
 _STATE = ".quant_state.bitsandbytes__"
 _NESTED = ("nested_absmax", "nested_quant_map")
@@ -189,11 +189,12 @@ def bitsandbytes_tensors(name: str, array: Any, *, requantize: bool = False) -> 
     {'w': (256, 1), 'w.absmax': (8,), 'w.quant_map': (16,), 'w.quant_state.bitsandbytes__nf4': (77,)}
     """
     shape = tuple(array.shape)
-    if problem := _problem(array):
+    if problem := misfit(array):
         if not requantize:
-            raise ValueError(
-                f"Cannot write {name!r} for bitsandbytes as it is: {problem}. "
-                "requantize=True, or --requantize, quantizes it in blocks that bitsandbytes has."
+            raise OptionNeeded(
+                f"Cannot write {name!r} for bitsandbytes as it is: {problem}.",
+                "requantize",
+                "quantizes it in blocks that bitsandbytes has",
             )
         array = _requantized(array)
     dtype, block = array.dtype, array.block_size
@@ -245,8 +246,8 @@ def _crosses_rows(shape: Sequence[int], block: int) -> bool:
     return math.prod(shape[:-1]) > 1 and shape[-1] % block > 0
 
 
-def _problem(array: Any) -> str:
-    """Why bitsandbytes has nothing like it; empty if it has."""
+def misfit(array: Any) -> str:
+    """Why bitsandbytes cannot store an array as it is; empty if it can."""
     if not isinstance(array, ArrayNF4):
         return f"it is no ArrayNF4, but {type(array).__name__}"
     if array.dtype not in _DTYPES.values():

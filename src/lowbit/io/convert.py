@@ -1,12 +1,12 @@
-"""From one kind of file to another, tensor by tensor, quantizing on the way or keeping what is stored."""
+"""Convert one kind of file to another, tensor by tensor, quantizing on the way or keeping what is stored."""
 
 import dataclasses
 import json
 import math
 import os
-import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,21 +17,31 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from lowbit.axes import axes_by_name
-from lowbit.formats import QuantizedArray
+from lowbit.config import quantize
+from lowbit.formats import FORMATS, QuantizedArray
 from lowbit.report import Report, Row
-from lowbit.tree import Plan, Rules, ordered_rules, plan, quantized, row
+from lowbit.tree import Plan, Rules, naming, ordered_rules, plan
 
 from ._atomic import put_in_place, replaceable, written_aside
+from ._checks import OptionNeeded
+from ._contents import DTYPES
+from ._folder import check_names, check_place, discard, finish, is_pending, staged
+from ._part import locked, part_of
 from ._writing import check_is_file
-from .bitsandbytes import bitsandbytes_tensors, quantization_config
+from .bitsandbytes import bitsandbytes_tensors, misfit, quantization_config
 from .gguf import GGUFField, GGUFFile, without_types
-from .gguf_writer import write_gguf
-from .source import LowbitDir, Tensors, is_stored
+from .gguf_writer import is_q8_0, write_gguf
+from .source import LowbitDir, Tensors, is_stored, open_tensors
 from .stream import Note, Progress, streamed
 from .tensors import WEIGHTS, HuggingFaceDir
 
-# What can be written: our own files, bitsandbytes' layout of NF4, dense safetensors, GGUF.
+# What can be written: lowbit files, bitsandbytes' layout of NF4, dense safetensors, GGUF.
 TARGETS = ("lowbit", "bitsandbytes", "safetensors", "gguf")
+_HOLDS = {
+    "bitsandbytes": "a bitsandbytes file holds nf4 and dense tensors",
+    "safetensors": "a safetensors file of other libraries holds dense tensors",
+    "gguf": "a GGUF file of type F16 holds dense tensors, and of type Q8_0 also int8 tensors that come from Q8_0",
+}
 _FILE_TYPES = {"F16": 1, "Q8_0": 7}  # what llama.cpp calls a file by most of its tensors
 # Types that read as another dtype than float32.
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_}
@@ -47,10 +57,13 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
     """Raise before any work is done, if the target cannot be written or must not be."""
     if target.exists() and source.exists() and os.path.samefile(source, target):
         raise ValueError(f"{target} is the source itself. Give another name for the result.")
-    if target.exists() and not force:
-        raise ValueError(f"{target} exists. --force replaces it.")
+    if source.is_dir() or target.is_dir():
+        check_place(source, target)
     if target.is_dir() != source.is_dir() and target.exists():
         raise ValueError(f"{target} is {'a directory' if target.is_dir() else 'a file'}, and {source} is not.")
+    if target.exists() and not force:
+        does = "replaces the files in it that lowbit wrote" if target.is_dir() else "replaces it"
+        raise OptionNeeded(f"{target} exists.", "force", does)
     folder = target.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"There is no directory {folder} to write {target.name} to.")
@@ -59,12 +72,13 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
 
 
 def plans_for(
-    source: Tensors, rules: Rules, *, strict: bool, linear_only: bool = False
+    source: Tensors, rules: Rules, *, strict: bool, linear_only: bool = False, requantize: bool = False
 ) -> tuple[dict[str, Plan], tuple[str, ...]]:
     """What the rules mean for each tensor of a file, and the patterns that matched none.
 
-    What is stored in a format of ours is kept as it is, unless a rule other than the default asks for another. With
-    `linear_only` the same holds for embeddings: bitsandbytes has them dense.
+    A tensor that is stored in a lowbit format is kept, unless a rule other than the default asks for another, or
+    `requantize` lets the default do so. With `linear_only` embeddings are kept in the same way: bitsandbytes has them
+    dense.
     """
     ordered = ordered_rules(rules)
     structs = {name: jax.ShapeDtypeStruct(source.shape(name), _dtype(source.type(name))) for name in source}
@@ -74,25 +88,25 @@ def plans_for(
         rule = next((rule for rule in ordered if rule.matches(name, struct)), None)
         if rule is not None and not rule.is_default:
             continue
-        if is_stored(source.type(name)):
-            found[name] = Plan(None, f"stored as {source.type(name)} already")
-        elif linear_only and "embedding" in axes_by_name(name, struct.shape).how:
+        stored, config = source.type(name), found[name].config
+        if is_stored(stored) and (config is None or not requantize or config.dtype == stored):
+            found[name] = Plan(None, f"stored as {stored} already")
+        elif linear_only and not is_stored(stored) and "embedding" in axes_by_name(name, struct.shape).how:
             found[name] = Plan(None, "an embedding, which bitsandbytes keeps dense")
     return found, unmatched
 
 
-def transformed(source: Tensors, plans: dict[str, Plan]) -> Iterator[tuple[str, Any, Row]]:
-    """Each tensor as planned, whole, with its row of the report."""
+def transformed(source: Tensors, plans: dict[str, Plan]) -> Iterator[tuple[str, Any]]:
+    """Each tensor as planned, whole."""
     for name in source:
-        planned = plans[name]
-        error = None
-        if planned.config is None:
-            array = source.array(name)
+        config = plans[name].config
+        if config is None:
+            yield name, source.array(name)
         else:
             dense = source.dense(name) if is_stored(source.type(name)) else source.array(name)
-            array, error = quantized(name, np.asarray(dense), planned.config)
-        found = row(name, array, array, planned, error)
-        yield name, array, dataclasses.replace(found, dtype=source.type(name), before=source.nbytes(name))
+            with naming(name):
+                array = quantize(np.asarray(dense), config)
+            yield name, array
 
 
 def convert(
@@ -103,115 +117,242 @@ def convert(
     to: str | None = None,
     type: str = "F16",
     requantize: bool = False,
+    dequantize: bool = False,
     strict: bool = False,
     progress: Progress = lambda done, total: None,
     note: Note = lambda text: None,
 ) -> Report:
-    """Write the tensors of a file or a directory to another, with what belongs to them; a report on each.
+    """Write the tensors of a file or a directory to another; returns a report on what is in the file then.
 
     - `rules`: what to quantize on the way, as for `quantize_tree`; none keeps everything as it is stored.
-    - `to`: one of `TARGETS`; default GGUF for a name that ends in .gguf, else a file of ours.
+    - `to`: one of `TARGETS`; default GGUF for a name that ends in .gguf, else a lowbit file.
     - `type`: of the matrices in a GGUF file, F16 or Q8_0.
-    - `requantize`: let a layout that cannot hold an array as it is have it quantized again.
-    - `progress`: told the bytes of the source that are done, and those that there are.
-    - `note`: told in a sentence that earlier work goes on, or does not.
+    - `requantize`: let a format for all weights hold for tensors that are stored in another, and quantize again what
+      bitsandbytes cannot store as it is.
+    - `dequantize`: write tensors dequantized whose format the target cannot hold; otherwise that is an error.
+    - `progress`: called with the bytes of the source that are done, and with all of them.
+    - `note`: called with a sentence for the user, such as that an earlier run is resumed.
 
-    A directory becomes a directory: its other files are copied. Files of ours are written piece by piece, and go on
-    where they were if that is interrupted; other kinds are made in memory.
+    A directory becomes a directory: its other files are copied. Files that lowbit did not write stay as they are, and
+    if one has a name that is to be written, nothing is done. Lowbit files are written in chunks, and an interrupted run
+    resumes; other kinds are made in memory.
     """
     to = to or target_of(target)
     if to not in TARGETS:
         raise ValueError(f"Unknown kind of file {to!r}: it must be one of {', '.join(TARGETS)}.")
     _check_method(source)
-    plans, unmatched = plans_for(source, rules, strict=strict, linear_only=to == "bitsandbytes")
-    is_directory = isinstance(source, HuggingFaceDir | LowbitDir)
-    if to == "lowbit":
-        if not is_directory:
-            check_is_file(target)
-        metadata = {} if is_directory else _metadata(source)
-        with streamed(source, plans, target, metadata=metadata, progress=progress, note=note) as (part, rows):
-            if is_directory:
-                with _directory_aside(target) as folder:
-                    _copy_others(source, folder)
-                    os.replace(part, folder / WEIGHTS)
-            else:
-                put_in_place(part, replaceable(target))
-        return Report(tuple(rows), unmatched)
-    rows = []
-
-    def tensors() -> Iterator[tuple[str, Any]]:
-        done, total = 0, sum(map(source.nbytes, source))
-        for name, array, found in transformed(source, plans):
-            rows.append(found)
-            yield name, array
-            progress(done := done + found.before, total)
-
-    if is_directory:
-        _write_directory(source, target, to, tensors(), requantize)
-    elif to == "gguf":
-        kind = checked_type(type)
-        fields = {**_gguf_fields(source), "general.file_type": GGUFField("UINT32", _FILE_TYPES[kind])}
-        write_gguf(target, dict(tensors()), fields, type=kind)
+    rules = ordered_rules(rules)
+    layout = _Layout(to, checked_type(type) if to == "gguf" else "F16", requantize, dequantize)
+    plans, unmatched = plans_for(source, rules, strict=strict, linear_only=to == "bitsandbytes", requantize=requantize)
+    layout.check(source, target, plans)
+    if isinstance(source, HuggingFaceDir | LowbitDir):
+        check_place(source.path, target)
+        found = _write_directory(source, replaceable(target), layout, plans, progress, note)
+        file = target / WEIGHTS
     else:
-        _write_safetensors(target, _other_layout(to, tensors(), requantize))
-    return Report(tuple(rows), unmatched)
+        found = _write_file(source, replaceable(target), layout, plans, progress, note)
+        file = target
+    written, size = open_tensors(target), file.stat().st_size
+    found = _measured(source, written, plans) if found is None else found
+    rows = tuple(as_written(written, plans[row.path], row) for row in found)
+    notes = _notes(rows, plans, bool(rules), requantize and to == "lowbit")
+    return Report(rows, unmatched, notes=(*notes, f"{file}: {size:,} bytes on disk."), on_disk=size)
 
 
-def _copy_others(source: HuggingFaceDir | LowbitDir, folder: Path) -> None:
-    for file in source.other_files:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.path / file, folder / file)
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """What a kind of file can hold, and how tensors are written to it."""
+
+    to: str
+    type: Literal["F16", "Q8_0"]
+    requantize: bool
+    dequantize: bool
+
+    def check(self, source: Tensors, target: Path, plans: dict[str, Plan]) -> None:
+        """Raise if a tensor is to have a format that the target cannot hold."""
+        if self.to == "lowbit" or self.dequantize:
+            return
+        refused: dict[str, list[str]] = {}
+        for name in source:
+            config, stored = plans[name].config, source.type(name)
+            format = stored if config is None else str(config.dtype)
+            if format not in DTYPES and not self.may_hold(format, planned=config is not None):
+                refused.setdefault(format, []).append(name)
+        if refused:
+            raise self.refusal(target, refused)
+
+    def may_hold(self, format: str, *, planned: bool) -> bool:
+        if self.to == "bitsandbytes":
+            return format == "nf4" or (is_stored(format) and (self.requantize or not planned))
+        # Of int8 that is stored, the scales tell whether it is Q8_0.
+        return self.to == "gguf" and self.type == "Q8_0" and format in ("Q8_0", "int8") and not planned
+
+    def refusal(self, target: Path, refused: Mapping[str, Sequence[str]]) -> OptionNeeded:
+        told = (f"{n[0] if len(n) == 1 else f'{len(n)} tensors ({n[0]}, ...)'} as {f}" for f, n in refused.items())
+        size = self.type if self.to == "gguf" else "dense ones"
+        return OptionNeeded(
+            f"{target} cannot hold {' and '.join(told)}: {_HOLDS[self.to]}. A lowbit file holds every format.",
+            "dequantize",
+            f"writes these tensors dequantized, with the error of {' and '.join(refused)} and the size of {size}",
+        )
+
+    def arrays(self, target: Path, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Tensors as the target has them: what it cannot hold is dequantized, if that is allowed."""
+        for name, array in tensors:
+            if isinstance(array, QuantizedArray) and not self.holds(array):
+                if self.to == "gguf" and not self.dequantize:
+                    raise self.refusal(target, {str(array.decoder): [name]})
+                if self.to != "gguf":  # which has a writer that rounds once
+                    array = np.asarray(array.materialize())
+            yield name, array
+
+    def holds(self, array: QuantizedArray) -> bool:
+        if self.to == "bitsandbytes":
+            return self.requantize or not self.dequantize or not misfit(array)
+        return self.to == "gguf" and self.type == "Q8_0" and is_q8_0(array)
+
+    def write(self, path: Path, arrays: Iterable[tuple[str, Any]]) -> set[str]:
+        """Write tensors as safetensors, as other libraries read them; returns their names in the file."""
+        stored: dict[str, np.ndarray] = {}
+        for name, array in arrays:
+            if isinstance(array, QuantizedArray):
+                stored |= bitsandbytes_tensors(name, array, requantize=self.requantize)
+            else:
+                stored[name] = np.asarray(array)
+        path.touch()
+        mode = path.stat().st_mode  # as the user has it; the package makes files that nobody else can read
+        save_file({name: np.ascontiguousarray(x) for name, x in stored.items()}, path, {"format": "pt"})
+        path.chmod(mode)
+        return set(stored)
+
+
+def _counted(source: Tensors, plans: dict[str, Plan], progress: Progress) -> Iterator[tuple[str, Any]]:
+    done, total = 0, sum(map(source.nbytes, source))
+    for name, array in transformed(source, plans):
+        yield name, array
+        progress(done := done + source.nbytes(name), total)
+
+
+def _write_file(
+    source: Tensors, target: Path, layout: _Layout, plans: dict[str, Plan], progress: Progress, note: Note
+) -> list[Row] | None:
+    """Write a file; returns the rows of the report if they are known already."""
+    if layout.to == "lowbit":
+        check_is_file(target)
+        with locked(target) as journal:
+            options: dict[str, Any] = {"journal": journal, "progress": progress, "note": note}
+            with streamed(source, plans, target, metadata=_metadata(source), **options) as (part, rows):
+                put_in_place(part, target)
+        return rows
+    arrays = layout.arrays(target, _counted(source, plans, progress))
+    if layout.to == "gguf":
+        fields = {**_gguf_fields(source), "general.file_type": GGUFField("UINT32", _FILE_TYPES[layout.type])}
+        write_gguf(target, dict(arrays), fields, type=layout.type)
+    else:
+        with written_aside(target) as aside:
+            layout.write(aside, arrays)
+    return None
 
 
 def _write_directory(
-    source: HuggingFaceDir | LowbitDir, target: Path, to: str, tensors: Iterator[tuple[str, Any]], requantize: bool
-) -> None:
-    if to == "gguf":
+    source: HuggingFaceDir | LowbitDir,
+    target: Path,
+    layout: _Layout,
+    plans: dict[str, Plan],
+    progress: Progress,
+    note: Note,
+) -> list[Row] | None:
+    if layout.to == "gguf":
         raise ValueError(f"{source.path} is a directory, which cannot become a GGUF file: its fields are not there.")
-    with _directory_aside(target) as folder:
-        _copy_others(source, folder)
-        stored = _other_layout(to, tensors, requantize)
-        _write_safetensors(folder / WEIGHTS, stored)
-        if to == "bitsandbytes":
-            config = dict(source.metadata.get("config") or {})
-            nested = any(name.endswith(".nested_absmax") for name in stored)
-            config["quantization_config"] = quantization_config(double_quant=nested)
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _other_layout(to: str, tensors: Iterator[tuple[str, Any]], requantize: bool) -> dict[str, np.ndarray]:
-    """Tensors as other libraries have them."""
-    stored: dict[str, np.ndarray] = {}
-    for name, array in tensors:
-        if to == "bitsandbytes" and isinstance(array, QuantizedArray):
-            stored |= bitsandbytes_tensors(name, array, requantize=requantize)
-        else:
-            stored[name] = np.asarray(array.materialize() if isinstance(array, QuantizedArray) else array)
-    return stored
-
-
-def _write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    with written_aside(path) as aside:
-        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, aside, {"format": "pt"})
+    files: dict[str, Path | None] = {file.as_posix(): source.path / file for file in source.other_files}
+    files[WEIGHTS] = None
+    if layout.to == "bitsandbytes":
+        files["config.json"] = None
+    with locked(target) as journal, _told(target, note):
+        finish(target)
+        check_names(target, files)
+        if layout.to == "lowbit":
+            options: dict[str, Any] = {"journal": journal, "progress": progress, "note": note}
+            discard(target, part_of(target))
+            with (
+                streamed(source, plans, target, metadata={}, **options) as (part, rows),
+                staged(target, files, part) as folder,
+            ):
+                _copy(files, folder)
+                os.replace(part, folder / WEIGHTS)
+            return rows
+        with staged(target, files) as folder:
+            _copy(files, folder)
+            arrays = layout.arrays(target, _counted(source, plans, progress))
+            stored = layout.write(folder / WEIGHTS, arrays)
+            if layout.to == "bitsandbytes":
+                config = dict(source.metadata.get("config") or {})
+                nested = any(name.endswith(".nested_absmax") for name in stored)
+                config["quantization_config"] = quantization_config(double_quant=nested)
+                (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return None
 
 
 @contextmanager
-def _directory_aside(target: Path) -> Iterator[Path]:
-    """A new directory that takes the place of `target` when the block ends, and is gone if it fails."""
-    target = target.absolute()
-    aside, old = (target.parent / f".lowbit-{secrets.token_hex(8)}.{end}" for end in ("part", "old"))
-    aside.mkdir()
+def _told(target: Path, note: Note) -> Iterator[None]:
     try:
-        yield aside
-        if target.exists():
-            os.replace(target, old)
-        os.replace(aside, target)
+        yield
     except BaseException:
-        if old.exists() and not target.exists():
-            os.replace(old, target)
-        shutil.rmtree(aside, ignore_errors=True)
+        if is_pending(target):
+            note(f"{target} is replaced in part; the same command completes that first.")
         raise
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _copy(files: Mapping[str, Path | None], folder: Path) -> None:
+    for name, file in files.items():
+        if file is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / name)
+
+
+def as_written(written: Tensors, planned: Plan, found: Row) -> Row:
+    """The row of a tensor with the type and the size that it has in the file that was written."""
+    was, now = found.dtype, written.type(found.path)
+    origin = found.format or was
+    kept = origin == now and found.format is None and not found.error
+    if kept:
+        why = planned.why
+    elif origin == now:
+        why = planned.why if found.format else f"was {was}"
+    elif origin not in DTYPES and (now in DTYPES or (found.error and now not in FORMATS)):
+        why = f"the error of {origin}, the size of {now}"
+    else:
+        why = f"was {origin}" if origin in DTYPES or not found.error else f"was {origin}, quantized again"
+    axis = found.axis if now in FORMATS else None
+    format, error = (None, None) if kept else (now, found.error)
+    return dataclasses.replace(found, format=format, axis=axis, after=written.nbytes(found.path), error=error, why=why)
+
+
+def _measured(source: Tensors, written: Tensors, plans: Mapping[str, Plan]) -> Iterator[Row]:
+    """Rows with the errors that the numbers of a file have."""
+    for found in compared(source, written, source):
+        name, config = found["name"], plans[found["name"]].config
+        format, axis = (None, None) if config is None else (str(config.dtype), config.axis)
+        size = source.nbytes(name)
+        yield Row(name, found["shape"], source.type(name), format, axis, size, size, found["error"], "")
+
+
+def _notes(rows: Iterable[Row], plans: Mapping[str, Plan], asked: bool, requantize: bool) -> Iterator[str]:
+    """What the total does not tell."""
+    mixed = Counter(row.why for row in rows if row.why.startswith("the error of "))
+    for why, count in mixed.items():
+        yield f"{count} tensor{'s have' if count > 1 else ' has'} {why.replace(', the', ' and the')}."
+    stored = Counter(plan.why for plan in plans.values() if plan.why.startswith("stored as "))
+    if any(plan.config is not None for plan in plans.values()) or not (asked or requantize):
+        return
+    if stored and asked:
+        kept = ", ".join(f"{count} {why}" for why, count in stored.items())
+        advice = "" if requantize else " Give requantize to quantize these anew."
+        yield f"Nothing was quantized, since tensors are stored in a format: {kept}.{advice}"
+    elif asked:
+        yield "Nothing was quantized: no tensor is a weight that the rules are for."
+    else:
+        yield "Nothing was quantized: no format was asked for."
 
 
 def _check_method(source: Tensors) -> None:
@@ -224,14 +365,14 @@ def _check_method(source: Tensors) -> None:
 
 
 def _metadata(source: Tensors) -> dict[str, Any]:
-    """What a file of ours remembers of the file it came from."""
+    """The metadata of a lowbit file, from the file that it is made from."""
     if not isinstance(source, GGUFFile):
         return dict(source.metadata)
     return {"gguf": {key: _listed(field) for key, field in source.fields.items()}}
 
 
 def _gguf_fields(source: Tensors) -> dict[str, GGUFField]:
-    """The fields of a GGUF file, from itself or from a file of ours that came from one."""
+    """The fields of a GGUF file, from itself or from a lowbit file that came from one."""
     if isinstance(source, GGUFFile):
         return source.fields
     listed = source.metadata.get("gguf")
@@ -241,7 +382,7 @@ def _gguf_fields(source: Tensors) -> dict[str, GGUFField]:
 
 
 def plain_fields(listed: Any) -> dict[str, Any] | None:
-    """The values of GGUF fields that a file of ours remembers, without their types."""
+    """The values of GGUF fields in the metadata of a lowbit file, without their types."""
     if not isinstance(listed, dict):
         return None
     return {key: without_types(_field(field)) for key, field in listed.items()}
@@ -272,14 +413,19 @@ def checked_type(type: str) -> Literal["F16", "Q8_0"]:
 
 
 def compared(a: Tensors, b: Tensors, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """How far each tensor of `b` is from that of `a`: |b - a| / |a|, and the largest difference."""
+    """How far each tensor of `b` is from that of `a`: |b - a| / |a|, and the largest difference.
+
+    Numbers that are the same in both differ by 0, also where they are NaN or infinite. Other differences from or to NaN
+    are NaN, and from or to infinity infinite; so are those of tensors of other shapes.
+    """
     for name in names:
+        found = {"name": name, "shape": a.shape(name), "other": b.shape(name)}
         if a.shape(name) != b.shape(name):
-            yield {"name": name, "shape": a.shape(name), "other": b.shape(name), "error": math.inf, "largest": math.inf}
+            yield {**found, "error": math.inf, "largest": math.inf}
             continue
         x, y = a.dense(name).astype(np.float32), b.dense(name).astype(np.float32)
-        difference, size = np.abs(y - x), float(np.linalg.norm(x.ravel()))
-        norm = float(np.linalg.norm(difference.ravel()))
-        error = norm / size if size else (0.0 if norm == 0 else math.inf)
-        largest = float(difference.max(initial=0))
-        yield {"name": name, "shape": a.shape(name), "other": b.shape(name), "error": error, "largest": largest}
+        with np.errstate(all="ignore"):
+            difference = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(y - x))
+            norm, size = (float(np.linalg.norm(v.ravel())) for v in (difference, np.where(np.isfinite(x), x, 0)))
+        error = norm / size if size else (0.0 if norm == 0 else math.nan if math.isnan(norm) else math.inf)
+        yield {**found, "error": error, "largest": float(difference.max(initial=0))}

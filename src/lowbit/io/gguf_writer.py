@@ -136,7 +136,7 @@ def _kind(name: str, array: Any, type: str) -> str:
         raise ValueError(f"Tensor {name!r}: llama.cpp knows no names longer than {_LONGEST_NAME} bytes.")
     if len(array.shape) > _MOST_AXES:
         raise ValueError(f"Tensor {name!r} has the shape {tuple(array.shape)}; GGUF has at most {_MOST_AXES} axes.")
-    if type == "Q8_0" and _is_q8_0(array):
+    if type == "Q8_0" and is_q8_0(array):
         return "Q8_0"
     if array.dtype.name in _INTEGERS:
         return _INTEGERS[array.dtype.name]
@@ -147,7 +147,7 @@ def _kind(name: str, array: Any, type: str) -> str:
     return type if array.shape[-1] % _BLOCK == 0 else "F16"
 
 
-def _is_q8_0(array: Any) -> bool:
+def is_q8_0(array: Any) -> bool:
     """Whether its codes and scales are those of Q8_0, as are all that were read from there."""
     if not isinstance(array, Array8B) or array.axis != (-1,) or array.block_size != _BLOCK:
         return False
@@ -159,7 +159,7 @@ def _is_q8_0(array: Any) -> bool:
 
 def _data(gguf: Any, name: str, array: Any, kind: Any) -> np.ndarray:
     """The bytes of a tensor."""
-    if kind.name == "Q8_0" and _is_q8_0(array):
+    if kind.name == "Q8_0" and is_q8_0(array):
         blocks = np.empty(math.prod(array.shape) // _BLOCK, Q8_0)
         blocks["scale"] = np.asarray(array.scale).reshape(-1)
         blocks["codes"] = np.asarray(array.weight).reshape(-1, _BLOCK)

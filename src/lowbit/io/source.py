@@ -10,6 +10,7 @@ import numpy as np
 
 from lowbit.formats import FORMATS, QuantizedArray
 
+from ._folder import check_whole
 from .gguf import GGUFFile
 from .safetensors import LowbitFile, is_lowbit_file
 from .tensors import WEIGHTS, HuggingFaceDir, SafetensorsFile, other_files
@@ -52,7 +53,7 @@ class Tensors(Protocol):
 
 
 class LowbitDir(LowbitFile):
-    """A directory as Hugging Face has them, with its weights in a file of ours."""
+    """A directory as Hugging Face has them, with its weights in a lowbit file."""
 
     def __init__(self, path: str | os.PathLike[str]):
         folder = Path(path)
@@ -76,12 +77,13 @@ def _class_names(cls: type) -> set[str]:
 
 
 def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Tensors:
-    """The reader for a path: a GGUF file, a file of ours, another safetensors file, or a Hugging Face directory.
+    """The reader for a path: a GGUF file, a lowbit file, another safetensors file, or a Hugging Face directory.
 
     The first bytes tell, not the name. `strict`: what cannot be read as it is stored is an error.
     """
     path = Path(path)
     if path.is_dir():
+        check_whole(path)
         ours = (path / WEIGHTS).is_file() and is_lowbit_file(path / WEIGHTS)
         return LowbitDir(path) if ours else HuggingFaceDir(path, strict=strict)
     with path.open("rb") as file:

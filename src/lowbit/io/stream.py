@@ -1,17 +1,17 @@
-"""Files of ours from sources that are larger than memory: written piece by piece, and gone on with if interrupted.
+"""Convert checkpoints larger than memory to lowbit files; interrupted runs resume.
 
-Shapes and rules say all of the file but its numbers, so the place of every tensor is known before a weight is read
-(`Layout`). A tensor is cut into *pieces* where no scale is cut. Some threads read and encode a piece each, and another
-writes them in their order.
+Shapes and rules determine all of the file but its numbers, so the place of every tensor is known before a weight is
+read (`Layout`). A tensor is split into *chunks* where no scale is split. Some threads read and encode a chunk each, and
+another writes them in order.
 
-The pieces go to `.lowbit-NAME.part` beside the target, and what is done to `.lowbit-NAME.journal`, a line of JSON for
-each time that the part was brought to the disk. A line says how many pieces are done, in the order of the plan, and
-what is known of their tensors so far. Its first line is a hash of the source's files, of the rules and of the layout:
-of another source nothing is used. Whoever writes holds a lock on the journal.
+Chunks are written to `.lowbit-NAME.part` beside the target, and progress to `.lowbit-NAME.journal`: a line of JSON for
+each time that the part was synced to the disk. A line says how many chunks are done, in the order of the plan, and
+what is known of their tensors so far. The first line is a hash of the source's files, of the rules and of the layout,
+so that the part of another source is never resumed. The process that writes holds a lock on the journal.
 
-What a tensor needs all of itself for waits behind the end of the file until then. Scales that are coded all together
-(`double_quant`) do. Where scales cover the rows of a matrix and come from the largest numbers alone (int8), its pieces
-are gone through twice: once for these, and once to be encoded.
+Values that depend on the whole tensor are staged past the end of the file, such as scales that are coded together
+(`double_quant`). Where scales cover the rows of a matrix and come from the maximum alone (int8), its chunks are read
+twice: once for the maximum, and once to be encoded.
 """
 
 import contextlib
@@ -30,15 +30,14 @@ from lowbit.report import Row
 from lowbit.tree import Plan, relative_error, row
 
 from . import _boxes
-from ._atomic import replaceable
 from ._contents import volume
 from ._part import Note, Part
 from ._work import Work
 from ._writing import Layout, index_parts
 from .source import Tensors
 
-WORKERS = 3  # that read and encode, a piece each: while one waits for the disk, another has the cores
-QUEUE = 6  # pieces that are on their way at a time; two, of those that take more memory
+WORKERS = 3  # that read and encode a chunk each: while one waits for the disk, another has the cores
+QUEUE = 6  # chunks in flight; two, of those that take more memory
 
 Progress = Callable[[int, int], None]
 
@@ -49,18 +48,19 @@ def streamed(
     plans: Mapping[str, Plan],
     target: Path,
     *,
+    journal: int,
     metadata: dict[str, Any],
     progress: Progress,
     note: Note,
 ) -> Iterator[tuple[Path, list[Row]]]:
-    """The tensors of a source as planned, in a whole file beside `target`, to be moved away within the block.
+    """Write the tensors of a source as planned to a file beside `target`, to be moved away within the block.
 
-    - `progress`: told the bytes of the source that are done, and those that there are.
-    - `note`: told what a user may want to know, such as that earlier work goes on.
+    - `target`: without links. `journal`: that of the target, locked.
+    - `progress`: called with the bytes of the source that are done, and with all of them.
+    - `note`: called with a sentence for the user, such as that an earlier run is resumed.
 
-    What fails for a reason outside of the data, as a full disk or Ctrl-C, leaves what is done to go on with.
+    A failure outside of the data, such as a full disk or Ctrl-C, leaves what is done to resume from.
     """
-    target = replaceable(target)
     before = _identity(source.path)
     works = [Work.planned(source, name, plans[name]) for name in source]
     layout = Layout(target, {work.name: work.like for work in works}, metadata)
@@ -71,7 +71,7 @@ def streamed(
     for work in works:
         if (most := max(map(volume, work.boxes))) > _boxes.STRIPE:
             note(f"{most:,} numbers of {work.name} are in memory at a time: they share a scale, or are stored as one.")
-    with Part.locked(target, layout, works, key, note) as part:
+    with Part.opened(target, layout, works, journal, key, note) as part:
         try:
             _run(works, part, progress, note)
             if _identity(source.path) != before:
@@ -81,10 +81,10 @@ def streamed(
             layout.tidy(target)
         except (OSError, KeyboardInterrupt, MemoryError) as error:
             part.keep()
-            if part.done:
+            if part.done and part.path.exists():
                 note(f"what is done of {target} stays beside it; the same command goes on from there.")
-            if isinstance(error, OSError) and error.filename is None:
-                raise OSError(error.errno, f"Cannot save to {target}: {error.strerror or error}") from error
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                raise OSError(error.errno, f"Cannot save to {target}: {error.strerror}") from error
             raise
         except BaseException:
             part.remove()
@@ -110,10 +110,10 @@ def _run(works: Sequence[Work], part: Part, progress: Progress, note: Note) -> N
         making: deque[tuple[int, Future[Any]]] = deque()
 
         def write(left: int = 0) -> None:
-            """Write pieces in their order, until so many are left."""
+            """Write chunks in order, until so many are left."""
             while len(making) > left:
-                number, piece = making.popleft()
-                writer.submit(part.write, *steps[number], *piece.result()).result()
+                number, chunk = making.popleft()
+                writer.submit(part.write, *steps[number], *chunk.result()).result()
                 progress(ends[number], total)
 
         for number, (work, step) in enumerate(steps[part.done :], part.done):

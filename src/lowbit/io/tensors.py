@@ -47,7 +47,7 @@ _DTYPES = {
     "BOOL": np.dtype("?"),
 }
 _MOST_AXES = 64  # of numpy
-WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
@@ -188,17 +188,17 @@ class HuggingFaceDir(_Tensors):
         metadata: dict[str, Any] = {}
         if "config.json" in self._sizes:
             metadata["config"] = self._json(path / "config.json")
-        if WEIGHTS in self._sizes and _INDEX in self._sizes:
-            raise ValueError(f"{path} has both {WEIGHTS} and {_INDEX}. Remove the one that is not the model.")
+        if WEIGHTS in self._sizes and INDEX_FILE in self._sizes:
+            raise ValueError(f"{path} has both {WEIGHTS} and {INDEX_FILE}. Remove the one that is not the model.")
         if WEIGHTS in self._sizes:
             self._shards[WEIGHTS] = _Shard(path / WEIGHTS)
             self._files = dict.fromkeys(self._shards[WEIGHTS].entries, WEIGHTS)
-        elif _INDEX in self._sizes:
-            index = self._json(path / _INDEX)
+        elif INDEX_FILE in self._sizes:
+            index = self._json(path / INDEX_FILE)
             metadata["index"] = index.get("metadata")
-            self._files = self._weight_map(path / _INDEX, index)
+            self._files = self._weight_map(path / INDEX_FILE, index)
         else:
-            raise ValueError(f"{path} has neither {WEIGHTS} nor {_INDEX}.")
+            raise ValueError(f"{path} has neither {WEIGHTS} nor {INDEX_FILE}.")
         super().__init__(path, self._files, metadata, strict)
 
     @property
@@ -224,7 +224,7 @@ class HuggingFaceDir(_Tensors):
     def _shard(self, name: str) -> "_Shard":
         file = self._files[name]
         if file not in self._shards:
-            shard, index = _Shard(self.path / file), self.path / _INDEX
+            shard, index = _Shard(self.path / file), self.path / INDEX_FILE
             listed = {tensor for tensor in self._files if self._files[tensor] == file}
             for tensor in sorted(listed ^ shard.entries.keys()):
                 place = f"in {self._files[tensor]!r}" if tensor in self._files else "nowhere"
