@@ -136,7 +136,7 @@ def _(*operands: Any, jaxpr: Jaxpr, mesh: Any, in_specs: Any, out_specs: Any, ch
 
     def on_shards(fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
         manual = axes["newly_manual_axes" if "newly_manual_axes" in axes else "manual_axes"]
-        specs = tuple(map(_part_specs, operands, in_specs))
+        specs = tuple(_part_specs(x, spec, mesh) for x, spec in zip(operands, in_specs, strict=True))
         return jax.shard_map(
             fn, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=set(manual), check_vma=check_vma
         )
@@ -153,8 +153,9 @@ def _(*operands: Any, jaxpr: Jaxpr, mesh: Any, in_specs: Any, out_specs: Any, ch
     return call(*operands)
 
 
-def _part_specs(value: Any, spec: PartitionSpec) -> Any:
-    return value.part_specs(spec) if is_implicit(value) else spec
+def _part_specs(value: Any, spec: PartitionSpec, mesh: Any = None) -> Any:
+    """The specs of the parts. With the mesh, a spec that would cut a block raises; results are cut already."""
+    return value.part_specs(spec, mesh) if is_implicit(value) else spec
 
 
 # --- loops and branches
