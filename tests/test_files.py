@@ -956,7 +956,11 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "kind list": ({"tree": one(quantized("Array1B", kind=[]))}, "'w' is no Array1B"),
     "floats for codes": (
         {"tree": one(quantized("ArrayNF4", **NF4)), "tensors": TENSORS | {"w/codes": np.ones((4, 32), np.float32)}},
-        "'w' is no ArrayNF4: shift_right",
+        "'w' is no ArrayNF4: The codes of this ArrayNF4 are float32",
+    ),
+    "integers for scales": (
+        {"tensors": TENSORS | {"w/scales": SCALES.astype(np.int32)}},
+        "'w' is no Array8B: The scales of this Array8B are int32, and the format stores float32 or bfloat16 or float16",
     ),
     "groups": (
         {

@@ -92,6 +92,33 @@ def test_a_block_is_never_cut() -> None:
         lowbit.quantize(jax.device_put(jnp.ones((K, N)), columns))
 
 
+def test_a_block_is_never_cut_by_a_shard_map_inside_of_implicit() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    q, columns = lowbit.quantize(jnp.ones((K, N))), P(None, "x")
+    message = r"Axis -1 of length 256 .* 8 devices of \('x',\): .* whole blocks of 64 elements. 4 devices would do."
+    for w in (q, lowbit.LoraArray(q, jnp.ones((K, 2)), jnp.ones((2, N)))):
+        product = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P(), columns), out_specs=columns)
+        with pytest.raises(ValueError, match=message):
+            implicit(product)(jnp.ones((2, K)), w)
+    # What comes out is a piece already, and may be as small as a block.
+    four = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    moved = implicit(jax.shard_map(lambda w: w.T, mesh=four, in_specs=columns, out_specs=P("x", None)))
+    assert_close(moved(q), q.materialize().T, 0)
+
+
+@pytest.mark.parametrize(("format", "columns"), [("ternary", 4), ("binary", 8), ("nf4", 2), ("nf4", 1), ("ternary", 6)])
+def test_a_packed_axis_of_few_bytes_over_devices(format: str, columns: int, mesh) -> None:
+    x = jax.device_put(activations(), NamedSharding(mesh, P("x", None)))
+    dense = jax.random.normal(jax.random.key(1), (K, columns))
+    # Blocks along the other axis, so that rows can be cut.
+    q = lowbit.FORMATS[format].quantize(dense, axis=-2, block_size=64)
+    for w in (q.with_sharding(NamedSharding(mesh, P("x", None))), q.with_sharding(NamedSharding(mesh, P()))):
+        assert_close(jax.jit(lambda x, w: x @ w)(x, w), activations() @ q.materialize())
+        assert_close(jax.jit(lambda w: w[jnp.array([3, 100])])(w), q.materialize()[jnp.array([3, 100])], 0)
+        gradient = jax.jit(jax.grad(lambda x, w: jnp.sin(x @ w).sum()))(x, w)
+        assert_close(gradient, jax.grad(lambda x: jnp.sin(x @ q.materialize()).sum())(activations()))
+
+
 # --- shardings of trees
 
 

@@ -44,6 +44,8 @@ from .tree import Rule as Rule
 from .tree import combine as combine
 from .tree import dequantize_tree as dequantize_tree
 from .tree import is_frozen as is_frozen
+from .tree import is_quantized as is_quantized
 from .tree import partition as partition
 from .tree import quantize_tree as quantize_tree
 from .tree import trainable as trainable
+from .tree import tree_map as tree_map

@@ -390,6 +390,34 @@ def _bar(stack: ExitStack, doing: str, total: int) -> tuple[Any, Any]:
     return bar, bar.add_task(doing, total=total)
 
 
+def is_quantized(x: Any) -> bool:
+    """Whether `x` is a quantized array as a whole: the `is_leaf` of functions over trees of parameters.
+
+    Without it `jax.tree.map` calls its function on the codes and on the scales, each by itself.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8)}
+    >>> sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lowbit.is_quantized))
+    520
+    """
+    return isinstance(x, QuantizedArray)
+
+
+def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """`jax.tree.map` with quantized arrays for leaves: `fn` gets each array as a whole, not its codes and its scales.
+
+    Adapters are not leaves: `fn` gets the base of a `LoraArray` and each of its factors.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.ones(8)}
+    >>> lowbit.tree_map(lambda a: (a * 2)[0], params)["w"].materialize()[:2]
+    Array([2., 2.], dtype=float32)
+    >>> lowbit.tree_map(lambda a: a.astype(jnp.bfloat16), params)["w"].dtype
+    dtype(bfloat16)
+    """
+    return jax.tree.map(fn, tree, *rest, is_leaf=lambda x: is_quantized(x) or (is_leaf is not None and is_leaf(x)))
+
+
 def is_frozen(x: Any) -> bool:
     """Whether `x` cannot be trained: a quantized array as a whole, or an array without a derivative.
 

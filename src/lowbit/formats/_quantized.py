@@ -22,6 +22,7 @@ from lowbit.runtime import ImplicitArray, aux_field
 from lowbit.runtime._compat import mesh_in_context
 
 from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unpack
+from ._components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes
 
 # A format's parts are final as dataclass fields and given by their documented names, so `__init__` is written once.
 stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -56,6 +57,8 @@ class QuantizedArray(ImplicitArray):
     part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
     # Parts from which `scale_values` decodes, if they are there. They have the axes of the array before the last two.
     scale_parts: ClassVar[tuple[str, ...]] = ()
+    # The dtypes that the codes may have.
+    code_dtypes: ClassVar[tuple[np.dtype, ...]] = CODE_DTYPES
     # The number that makes integers of 8 bits of the levels: 1 if they are that already, another if they are rounded.
     in_int8: ClassVar[int | None] = None
     # The block sizes that the format may have; None for any.
@@ -89,8 +92,20 @@ class QuantizedArray(ImplicitArray):
         raise NotImplementedError
 
     def scale_values(self) -> jax.Array:
-        """The scales as float32, where a format stores them otherwise."""
-        return self.scales
+        """The scales as float32, however they are stored: bfloat16 and float16 in an array that was cast."""
+        return self.scales if self.scales.dtype == jnp.float32 else self.scales.astype(jnp.float32)
+
+    def part_dtypes(self) -> dict[str, tuple[np.dtype, ...]]:
+        """The dtypes that each component may have. `shape` and all that needs it raise where one has another."""
+        coded = any(getattr(self, name) is not None for name in self.scale_parts)
+        scales = (np.dtype(np.uint8),) if coded else SCALE_DTYPES
+        codes = dict.fromkeys(self.packing, self.code_dtypes)
+        return codes | {"scales": scales} | dict.fromkeys(self.scale_parts, SCALE_DTYPES)
+
+    @property
+    def code_range(self) -> tuple[int, int] | None:
+        """The lowest and the highest code with a level; None if all codes have one, also those it never encodes to."""
+        return None
 
     @property
     def decoder(self) -> str | None:
@@ -186,6 +201,7 @@ class QuantizedArray(ImplicitArray):
         spans = _component_spans(cls, shape, scales.shape, axis, block_size, spare)
         new = new.reshaped(shape, spans)
         _ = new.shape  # raises if the parts do not fit each other
+        check_codes(new)
         return new
 
     def replace(self, **changes: Any) -> Self:
@@ -209,6 +225,7 @@ class QuantizedArray(ImplicitArray):
     @functools.cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape as stored: the stack that `index` chooses from, the last two axes in their stored order."""
+        check_dtypes(self)
         spans, lengths = self.part_spans(), dict(self.lengths)
         parts = {name: getattr(self, name) for name in spans}
         ranks = {name: len(part.shape) for name, part in parts.items()}
@@ -328,14 +345,14 @@ class QuantizedArray(ImplicitArray):
         return self.replace(**{name: fn(part, spans[name]) for name, part in self.parts().items()}, **changes)
 
     def times(self, number: Any) -> Self:
-        """The array multiplied by a number, which the scales take."""
+        """The array multiplied by a number, which the scales take. They are float32 then, rounded once."""
         array = self.plain()
-        return array.replace(scales=array.scales * jnp.asarray(number, jnp.float32))
+        return array.replace(scales=array.scale_values() * jnp.asarray(number, jnp.float32))
 
     def divided_by(self, number: Any) -> Self:
         """The array divided by a number, which the scales take."""
         array = self.plain()
-        return array.replace(scales=array.scales / jnp.asarray(number, jnp.float32))
+        return array.replace(scales=array.scale_values() / jnp.asarray(number, jnp.float32))
 
     # A number of Python's is a constant, which the compiled operators of the base class would not see.
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lowbit.ops.encode import encode
 
@@ -41,6 +42,7 @@ class Array8B(QuantizedArray):
     ((32, 256), dtype('int8'), (1, 256))
     """
 
+    code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.int8),)
     in_int8: ClassVar[int | None] = 1
 
     @classmethod

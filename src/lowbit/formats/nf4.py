@@ -64,6 +64,7 @@ class ArrayNF4(QuantizedArray):
     offset: jax.Array | None
 
     part_names: ClassVar[dict[str, str]] = {"packed": "codes", "absmax": "scales"}
+    code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
     in_int8: ClassVar[int | None] = 127
     block_sizes: ClassVar[tuple[int, ...] | None] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     scale_parts: ClassVar[tuple[str, ...]] = ("group_absmax", "offset")
@@ -108,16 +109,17 @@ class ArrayNF4(QuantizedArray):
     def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
         if self.group_absmax is None or self.offset is None:
             return None
-        count, groups = math.prod(self.scales.shape[-2:]), self.group_absmax.shape[-1]
-        if groups != -(-count // GROUP):
+        count, many = math.prod(self.scales.shape[-2:]), self.group_absmax.shape[-1]
+        if many != -(-count // GROUP):
             raise ValueError(
-                f"These are {count} of the 8-bit scales of an ArrayNF4, and the {groups} groups of {GROUP} of all of "
+                f"These are {count} of the 8-bit scales of an ArrayNF4, and the {many} groups of {GROUP} of all of "
                 "them: a piece of such an array does not know its place. Cut its .plain(), which has float32 scales."
             )
-        return self.scales, self.group_absmax, self.offset, jnp.asarray(dynamic_map())
+        groups, offset = (part.astype(jnp.float32) for part in (self.group_absmax, self.offset))
+        return self.scales, groups, offset, jnp.asarray(dynamic_map())
 
     def with_coded_scales(self) -> Self:
-        return self.replace(**_encode_scales(self.scales))
+        return self.replace(**_encode_scales(self.scale_values()))
 
     def levels(self, *codes: jax.Array) -> jax.Array:
         return _choose(codes[0], LEVELS)
@@ -125,7 +127,7 @@ class ArrayNF4(QuantizedArray):
     def scale_values(self) -> jax.Array:
         coded = self.coded_scales()
         if coded is None:
-            return self.scales
+            return super().scale_values()
         codes, groups, offset, table = coded
         # Each looks its group up by number. Groups repeated for their members in a row would not be cut as those are.
         matrix = codes.shape[-2:]

@@ -53,6 +53,7 @@ class Array1B(QuantizedArray):
 
     kind: Kind = aux_field(default="ternary")
 
+    code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
     in_int8: ClassVar[int | None] = 1
     part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
 
@@ -113,6 +114,10 @@ class Array1B(QuantizedArray):
     @property
     def packing(self) -> dict[str, int]:
         return {"codes": _PER_BYTE[self.kind]}
+
+    @property
+    def code_range(self) -> tuple[int, int] | None:
+        return (0, 2) if self.kind == "ternary" else None
 
     @property
     def decoder(self) -> str:

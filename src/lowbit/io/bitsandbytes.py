@@ -205,16 +205,18 @@ def bitsandbytes_tensors(name: str, array: Any, *, requantize: bool = False) -> 
     # Groups of scales that lie in another order, or that each matrix has for itself, bitsandbytes does not know.
     if array.transposed or math.prod(array.shape[:-2]) != 1:
         array = array.plain()
+    scales, *nested = array.coded_scales() or (array.scale_values(),)  # in float32, however wide they are stored
     tensors = {
         "": np.asarray(codes).reshape(-1, 1),
-        ".absmax": np.asarray(array.logical_view(array.scales)).reshape(-1),
+        ".absmax": np.asarray(array.logical_view(scales)).reshape(-1),
         ".quant_map": LEVELS.copy(),
     }
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": dtype.name, "shape": shape}
-    if array.group_absmax is not None and array.offset is not None:
-        tensors[".nested_absmax"] = np.asarray(array.group_absmax).reshape(-1)
+    if nested:
+        groups, offset, _ = nested
+        tensors[".nested_absmax"] = np.asarray(groups).reshape(-1)
         tensors[".nested_quant_map"] = dynamic_map().copy()
-        state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": array.offset.item()}
+        state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": offset.item()}
     tensors[f"{_STATE}nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
     return {name + part: tensor for part, tensor in tensors.items()}
 

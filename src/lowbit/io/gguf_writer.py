@@ -151,7 +151,7 @@ def is_q8_0(array: Any) -> bool:
     """Whether its codes and scales are those of Q8_0, as are all that were read from there."""
     if not isinstance(array, Array8B) or array.axis != (-1,) or array.block_size != _BLOCK:
         return False
-    scales = np.asarray(array.scale)
+    scales = np.asarray(array.scale, np.float32)
     with np.errstate(over="ignore"):
         same = scales.astype(np.float16).astype(np.float32).view(np.uint32) == scales.view(np.uint32)
     return array.shape[-1] % _BLOCK == 0 and bool(same.all())

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from lowbit.formats import QuantizedArray
 from lowbit.formats._blocks import covered
+from lowbit.formats._components import check_codes
 from lowbit.runtime._compat import mesh_in_context
 from lowbit.sharding import shardings
 
@@ -113,13 +114,17 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
             return once((id(node), None), lambda: _on_device(file._view(node)))
         return once((id(node), sharding), lambda: file._sharded(node, sharding))
 
+    def whole(node: Any, path: tuple[Key, ...]) -> Any:
+        file._check_codes(node, path_name(path))
+        return jax.tree.map(lambda part: tensor(part, None), node)
+
     def array(node: Any, path: tuple[Key, ...], like: Any = None) -> Any:
         if not isinstance(node, Tensor | QuantizedArray):
             return node
         if isinstance(node, Tensor) and isinstance(like, np.ndarray | np.generic):
             return once((id(node), np.ndarray), lambda: file._view(node))
         if (sharding := _sharding_of(like)) is None:
-            return once((id(node), "whole"), lambda: jax.tree.map(lambda part: tensor(part, None), node))
+            return once((id(node), "whole"), lambda: whole(node, path))
         try:
             parts = shardings(node, sharding)
         except ValueError as error:
@@ -230,6 +235,7 @@ class LowbitFile:
         """An array as it is stored: quantized, or a numpy array that is a read-only view of the file."""
         array = self._array(name)
         if isinstance(array, QuantizedArray):
+            self._check_codes(array, name)
             return jax.tree.map(lambda part: _on_device(self._view(part)), array)
         return self._view(array)
 
@@ -268,6 +274,16 @@ class LowbitFile:
     def _check_all(self, tensor: "Tensor") -> None:
         for piece in tensor.pieces.values():
             self._check(piece)
+
+    def _check_codes(self, array: Any, name: str) -> None:
+        """Whether each code of a quantized array is one of its format."""
+        if not isinstance(array, QuantizedArray) or array.code_range is None:
+            return
+        views = {part: self._view(getattr(array, part)) for part in array.packing}
+        try:
+            check_codes(array.replace(**views))
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {name}: {error}") from None
 
     def _view(self, tensor: "Tensor") -> np.ndarray:
         self._check_all(tensor)
@@ -308,7 +324,9 @@ def _format(array: Any) -> Any:
         return None
     # How its products run is no matter of the format.
     static = [getattr(array, name) for name in array._fields()[1] if name not in ("use_kernel", "compute")]
-    return type(array), static, {name: (tuple(part.shape), part.dtype) for name, part in array.parts().items()}
+    # Nor is how wide its scales are stored.
+    parts = {name: (tuple(part.shape), part.dtype.kind in "iu") for name, part in array.parts().items()}
+    return type(array), static, parts
 
 
 def _described(x: Any) -> str:

@@ -280,7 +280,7 @@ def product(
             layer_numbers(w),
             x.reshape(count, m, k),
             w.codes.reshape(-1, *w.codes.shape[-2:]),
-            lax.stop_gradient(w.scales).reshape(-1, *w.scales.shape[-2:]),
+            lax.stop_gradient(w.scale_values()).reshape(-1, *w.scales.shape[-2:]),
             *([] if plan.table is None else [jnp.asarray(plan.table)]),
         )
     return (y[0] if tile.splits == 1 else y.sum(0).astype(dtype)).reshape(*x.shape[:-1], n)

@@ -185,7 +185,7 @@ class Plan:
     def call(self, x: jax.Array, *, interpret: bool = False) -> jax.Array:
         w, t = self.w, self.tiles
         codes = w.codes.reshape(-1, *w.codes.shape[-2:])
-        scales = w.scales.reshape(-1, *w.scales.shape[-2:])
+        scales = w.scale_values().reshape(-1, *w.scales.shape[-2:])
         if self.folded:
             scales = spread(scales, self.spans, w.stored_shape[-2:]).reshape(scales.shape[0], 1, -1)
             if scales.shape[-1] == 1:  # one for all

@@ -184,8 +184,8 @@ class Factors:
         if packing == 1:
             return stored, stored
         (inner,) = self.new(1)
-        if w.stored_shape[axis] % packing:
-            return stored, inner  # the last byte belongs to one device, and so does the axis
+        if w.stored_shape[axis] % packing or w.stored_shape[axis] == packing:
+            return stored, inner  # the last byte, or the only one, belongs to one device, and so does the axis
         self.sizes[inner] = packing
         return stored, f"({stored} {inner})"
 

@@ -109,25 +109,28 @@ def _(
 @register("scatter")
 def _(w: QuantizedArray, indices: jax.Array, update: QuantizedArray, *, dimension_numbers: Any, **params: Any) -> Any:
     dims = dimension_numbers
-    arrays = alike([w, update])
-    window = update.ndim - len(dims.update_window_dims)
-    if arrays is None or dims.operand_batching_dims or params.pop("update_jaxpr", None) is not None:
-        return NotImplemented
-    w, update = arrays
-    # Whole rows go to whole rows: the last axes are those of the weight, and those before them are looked up.
-    lead = len(dims.inserted_window_dims)
-    spans = full_spans(w)
-    if (
-        w.transposed
-        or dims.inserted_window_dims != tuple(range(lead))
-        or set(dims.scatter_dims_to_operand_dims) != set(range(lead))
-        or dims.update_window_dims != tuple(range(window, update.ndim))
-        or update.shape[window:] != w.shape[lead:]
-        or any(span != 1 for span in spans[:lead])
-        or (lead == w.ndim and is_packed(w))
-    ):
+    arrays = alike([w, update], but_for=("lengths", "spans"))
+    if arrays is None or arrays[0].transposed or params.pop("update_jaxpr", None) is not None:
         return NotImplemented
     params.pop("update_consts", None)
+    w, update = arrays
+    # Every part is written at the same places. So what is written, and each axis along which it may lie anywhere, must
+    # have one stored element for each of its own; only axes that are written whole may share scales or bytes.
+    single = [
+        all(span_of(spans, axis) == 1 for spans in w.part_spans().values()) for axis in range(-len(w.stored_shape), 0)
+    ]
+    placed = {*dims.inserted_window_dims, *dims.operand_batching_dims}
+    window = [axis for axis in range(w.ndim) if axis not in placed]
+    pairs = list(zip(window, dims.update_window_dims, strict=True))
+    spans, new_spans = full_spans(w), full_spans(update)
+    if (
+        not all(single[axis] for axis in placed)
+        or not all(single[axis] or update.shape[at] == w.shape[axis] for axis, at in pairs)
+        or not all(spans[axis] == new_spans[at] for axis, at in pairs)
+        or not all(span == 1 for at, span in enumerate(new_spans) if at not in dims.update_window_dims)
+        or (is_packed(w) and pairs[-1:] != [(w.ndim - 1, update.ndim - 1)])  # bytes hold neighbours of the last axis
+    ):
+        return NotImplemented
     new = {
         name: lax.scatter(getattr(w, name), indices, getattr(update, name), dims, **params) for name in w.part_spans()
     }

@@ -411,15 +411,22 @@ def _(w: QuantizedArray, *, sizes: Sequence[int], axis: int) -> Any:
 # --- joining
 
 
-def alike(arrays: Sequence[Any]) -> list[QuantizedArray] | None:
-    """The arrays in one storage order, or None where codes or scales mean different things."""
+def alike(arrays: Sequence[Any], *, but_for: Sequence[str] = ("lengths",)) -> list[QuantizedArray] | None:
+    """The arrays in one storage order, or None where codes or scales mean different things.
+
+    Scales of several dtypes take the one that holds them all, so that no value changes. Of the static fields, those
+    named by `but_for` may differ.
+    """
     if not all(type(a) is type(arrays[0]) for a in arrays):
         return None
     arrays = [a.resolved().plain() for a in arrays]
     if len({a.transposed for a in arrays}) > 1:
         arrays = [untransposed(a) for a in arrays]
-    kinds = {jax.tree.structure(a.replace(lengths=())) for a in arrays}
-    return list(arrays) if len(kinds) == 1 else None
+    kinds = {jax.tree.structure(a.replace(**dict.fromkeys(but_for))) for a in arrays}
+    if len(kinds) > 1:
+        return None
+    dtypes = {name: jnp.result_type(*(getattr(a, name).dtype for a in arrays)) for name in arrays[0].parts()}
+    return [a.replace(**{name: part.astype(dtypes[name]) for name, part in a.parts().items()}) for a in arrays]
 
 
 @register("concatenate")

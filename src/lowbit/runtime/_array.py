@@ -58,6 +58,8 @@ class ImplicitArray:
     - JAX unflattens with anything in the place of arrays, so `__init__` is not called and nothing is checked then.
     - `vmap` and `scan` give and take leading axes of every field: `materialize` must follow.
     - `shape` and `dtype` are those of `materialize()`; override them where they are cheaper to say.
+    - The methods of `jax.Array` that compute something (`sum`, `max`, `take`, `at[...].set`, ...) are here by name and
+      run as inside of `implicit`; a field of a subclass may have such a name, and then it is the field.
     """
 
     # Try a rule for (this, dense) also for (dense, this) when the operation commutes.
@@ -196,13 +198,27 @@ class ImplicitArray:
         return operate(_astype, self, dtype=np.dtype(dtype))
 
     def __getitem__(self, index: Any) -> Any:
-        operands: list[Any] = []
-        items = index if isinstance(index, tuple) else (index,)
-        if any(_is_mask(item) for item in items):
-            # Positions outside would be clipped. Numpy knows whether a mask fits, on an array that takes no memory.
-            np.broadcast_to(False, self.shape)[tuple(np.asarray(i) if isinstance(i, jax.Array) else i for i in items)]
-        template = tuple(entry for item in items for entry in _split_index(item, operands))
-        return operate(_index, self, operands, template=template)
+        operands, template = _split_indices(self.shape, index)
+        return operate(_get, self, operands, template=template)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not found otherwise. No attributes of the class, which would be defaults of fields so named.
+        if name in _METHODS:
+            return functools.partial(_call_method, self, name, None)
+        if name in _ATTRIBUTES:
+            return _ATTRIBUTES[name](self)
+        if hasattr(type(self), name):  # a property that raised AttributeError: the same again
+            return object.__getattribute__(self, name)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_") and (name in _HOST_NAMES or hasattr(jax.Array, name)):
+            message += (
+                f". Each of its components has it, jax.tree.leaves(array), and so has the dense array: "
+                f".materialize().{name}"
+            )
+        raise AttributeError(f"{message}.")
+
+    def __dir__(self) -> Iterable[str]:
+        return {*super().__dir__(), *_METHODS, *_ATTRIBUTES}
 
     def __len__(self) -> int:
         if not self.shape:
@@ -312,9 +328,84 @@ def _astype(array: jax.Array, *, dtype: np.dtype) -> jax.Array:
     return array.astype(dtype)
 
 
+# --- the methods of jax.Array: arrays among the arguments are operands, the rest is static
+
+_METHODS = frozenset(
+    "all any argmax argmin argpartition argsort choose clip conj conjugate copy cumprod cumsum diagonal dot flatten max"
+    " mean min prod ptp ravel repeat round searchsorted sort squeeze std sum swapaxes take trace transpose var".split()
+)
+_UPDATES = frozenset("add apply divide get max min mul multiply power set subtract".split())
+# What arrays have beside the names of the class jax.Array.
+_HOST_NAMES = frozenset(
+    "clone format is_deleted is_ready on_device_size_in_bytes tobytes unsafe_buffer_pointer weak_type".split()
+)
+
+
+def _call_method(array: ImplicitArray, name: str, index: Any, *args: Any, **kwargs: Any) -> Any:
+    """`array.name(...)`, or with an index, split, `array.at[index].name(...)`."""
+    if name == "transpose" and not args:
+        return array.T  # for which a class may have a way without a copy
+    given, tree = jax.tree.flatten((args, kwargs), is_leaf=is_implicit)
+    # Numbers are axes and lengths, but for those that are written.
+    numbers = len(args) if index is not None else 0
+    is_operand = [
+        isinstance(x, (jax.Array, np.ndarray, ImplicitArray)) or (i < numbers and type(x) in (int, float, complex))
+        for i, x in enumerate(given)
+    ]
+    operands = [x for x, is_one in zip(given, is_operand, strict=True) if is_one]
+    # With their types: 1 == 1.0 == True, but what they give may differ.
+    static = tuple((_OPERAND, None) if is_one else (type(x), x) for x, is_one in zip(given, is_operand, strict=True))
+    at, template = index or ([], None)
+    return operate(_method, array, at, operands, name=name, template=template, tree=tree, rest=static)
+
+
+def _method(array: Any, at: list[Any], operands: list[Any], *, name: str, template: Any, tree: Any, rest: Any) -> Any:
+    left = iter(operands)
+    args, kwargs = jax.tree.unflatten(tree, [next(left) if kind is _OPERAND else x for kind, x in rest])
+    target = array if template is None else array.at[_joined_index(at, template)]
+    return getattr(target, name)(*args, **kwargs)
+
+
+def _item(array: ImplicitArray, *index: Any) -> Any:
+    position = np.unravel_index(index[0], array.shape) if len(index) == 1 else index
+    return dense(array[tuple(position)]).item() if index else array._one_element().item()
+
+
+def _devices(array: ImplicitArray) -> set[Any]:
+    return set[Any]().union(*(part.devices() for part in jax.tree.leaves(array)))
+
+
+def _device(array: ImplicitArray) -> Any:
+    devices = _devices(array)
+    return devices.pop() if len(devices) == 1 else array.sharding
+
+
+_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "at": lambda array: _At(array),
+    "block_until_ready": lambda array: lambda: jax.block_until_ready(array),
+    "device": _device,
+    "devices": lambda array: lambda: _devices(array),
+    "imag": lambda array: operate(jnp.imag, array),
+    "item": lambda array: functools.partial(_item, array),
+    "itemsize": lambda array: np.dtype(array.dtype).itemsize,
+    "real": lambda array: operate(jnp.real, array),
+    "tolist": lambda array: lambda: np.asarray(array).tolist(),
+}
+
+
 # --- indexing: integers and arrays are operands, the rest of the index is static
 
 _OPERAND = "operand"
+
+
+def _split_indices(shape: tuple[int, ...], index: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    """The operands of an index, and the rest of it."""
+    operands: list[Any] = []
+    items = index if isinstance(index, tuple) else (index,)
+    if any(_is_mask(item) for item in items):
+        # Positions outside would be clipped. Numpy knows whether a mask fits, on an array that takes no memory.
+        np.broadcast_to(False, shape)[tuple(np.asarray(i) if isinstance(i, jax.Array) else i for i in items)]
+    return operands, tuple(entry for item in items for entry in _split_index(item, operands))
 
 
 def _is_mask(item: Any) -> bool:
@@ -340,7 +431,7 @@ def _split_index(item: Any, operands: list[Any]) -> list[Any]:
     )
 
 
-def _index(array: jax.Array, operands: list[Any], *, template: tuple[Any, ...]) -> jax.Array:
+def _joined_index(operands: list[Any], template: tuple[Any, ...]) -> tuple[Any, ...]:
     left = iter(operands)
 
     def item(entry: Any) -> Any:
@@ -348,7 +439,31 @@ def _index(array: jax.Array, operands: list[Any], *, template: tuple[Any, ...]) 
             return next(left)
         return slice(*entry) if isinstance(entry, tuple) else entry
 
-    return array[tuple(item(entry) for entry in template)]
+    return tuple(item(entry) for entry in template)
+
+
+def _get(array: jax.Array, operands: list[Any], *, template: tuple[Any, ...]) -> jax.Array:
+    return array[_joined_index(operands, template)]
+
+
+class _At:
+    """`array.at`: `array.at[index].set(value)` and the other updates of `jax.Array.at`, none of which is in place."""
+
+    def __init__(self, array: ImplicitArray):
+        self._array = array
+
+    def __getitem__(self, index: Any) -> "_AtIndex":
+        return _AtIndex(self._array, _split_indices(self._array.shape, index))
+
+
+class _AtIndex:
+    def __init__(self, array: ImplicitArray, index: Any):
+        self._array, self._index = array, index
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in _UPDATES:
+            raise AttributeError(f"array.at[...] has {', '.join(sorted(_UPDATES))}, and no {name!r}.")
+        return functools.partial(_call_method, self._array, name, self._index)
 
 
 # --- whole trees

@@ -139,7 +139,7 @@ def _(given: _compat.ShardMap, *operands: Any) -> Any:
     operands = tuple(x.plain() if is_implicit(x) else x for x in operands)
 
     def on_shards(fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        specs = tuple(map(_part_specs, operands, given.in_specs))
+        specs = tuple(_part_specs(x, spec, given.mesh) for x, spec in zip(operands, given.in_specs, strict=True))
         return jax.shard_map(
             fn,
             mesh=given.mesh,
@@ -161,8 +161,9 @@ def _(given: _compat.ShardMap, *operands: Any) -> Any:
     return call(*operands)
 
 
-def _part_specs(value: Any, spec: PartitionSpec) -> Any:
-    return value.part_specs(spec) if is_implicit(value) else spec
+def _part_specs(value: Any, spec: PartitionSpec, mesh: Any = None) -> Any:
+    """The specs of the parts. With the mesh, a spec that would cut a block raises; results are cut already."""
+    return value.part_specs(spec, mesh) if is_implicit(value) else spec
 
 
 # --- loops and branches
