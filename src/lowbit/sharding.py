@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from .formats._quantized import check_pieces
+from .formats._sharding import check_pieces
 from .runtime import is_implicit
 from .runtime._compat import mesh_in_context
 from .tree import leaf_path

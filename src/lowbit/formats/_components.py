@@ -1,11 +1,15 @@
 """What the components of an array may hold: `jax.tree.map` calls its function on each, and may give them anything."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+
+from ._blocks import WHOLE
+from ._inputs import axis_spans
 
 SCALE_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 CODE_DTYPES = tuple(map(np.dtype, (jnp.uint8, jnp.int8)))
@@ -58,3 +62,40 @@ def _fields(stored: np.ndarray, per_byte: int) -> list[np.ndarray]:
         return [stored]
     bits = 8 // per_byte
     return [(stored >> np.uint8(8 - bits * (i + 1))) & np.uint8(2**bits - 1) for i in range(per_byte)]
+
+
+def component_spans(
+    cls: Any,
+    shape: Sequence[int],
+    scales: Sequence[int],
+    axis: Any,
+    block_size: int | None,
+    spare: int,
+) -> list[int]:
+    """The spans of scales of a given shape. Raises if `block_size` is not given and more than one would fit."""
+    if len(scales) != len(shape):
+        raise ValueError(f"A {cls.__name__} of {len(shape)} axes needs scales of as many, not of shape {scales}.")
+    if axis is not None:
+        spans = list(axis_spans(shape, axis, block_size))
+    else:
+        spans = [1 if n == stored else WHOLE for n, stored in zip(shape, scales, strict=True)]
+        if block_size and all(stored == 1 for span, stored in zip(spans, scales, strict=True) if span == WHOLE):
+            spans = [block_size if span == WHOLE else span for span in spans]
+    for i, (n, stored) in enumerate(zip(shape, scales, strict=True)):
+        if spans[i] == WHOLE and stored > 1:
+            at = i - len(shape)
+            spans[i] = block_size or _only_block_size(cls, range(n - (spare if at == -1 else 0), n + 1), stored, at)
+    return spans
+
+
+def _only_block_size(cls: Any, lengths: range, scales: int, axis: int) -> int:
+    """The one block size of the format that gives this many scales on an axis of one of these lengths."""
+    fits = {size for n in lengths for size in range(-(-n // scales), (n - 1) // (scales - 1) + 1)}
+    allowed = fits if cls.block_sizes is None else fits.intersection(cls.block_sizes)
+    if len(allowed) != 1:
+        found = f"every block size from {min(allowed)} to {max(allowed)}" if allowed else "no block size of the format"
+        raise ValueError(
+            f"{cls.__name__} has {scales} scales for the {lengths[-1]} elements of axis {axis}, which {found} would "
+            "give: pass block_size=, the number of elements that share a scale."
+        )
+    return allowed.pop()

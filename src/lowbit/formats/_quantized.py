@@ -1,12 +1,10 @@
-"""QuantizedArray: what every format fulfils, and the table of formats.
+"""QuantizedArray: what every format fulfils.
 
-A format is a subclass with its parts, `quantize`, `levels`, and a row in the table. All else is here and in `rules/`.
+A format is a subclass with its components, `quantize` and `levels`, and a row in the table of formats.
 """
 
 import dataclasses
 import functools
-import math
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -16,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from lowbit.runtime import ImplicitArray, aux_field
-from lowbit.runtime._compat import mesh_in_context
+from lowbit.runtime import aux_field
 
 from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unpack
-from ._components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes
+from ._components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes, component_spans
+from ._sharding import ShardedArray, check_pieces
 
 # A format's parts are final as dataclass fields and given by their documented names, so `__init__` is written once.
 stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 
 
 @stored
-class QuantizedArray(ImplicitArray):
+class QuantizedArray(ShardedArray):
     """An array stored as codes and scales: `level(code) * scale`, in float32, read as `dtype`.
 
     - Every part has the rank and the axis order of the array, with a span for each axis (see `_blocks`).
@@ -198,7 +196,7 @@ class QuantizedArray(ImplicitArray):
         spare = new.packing["codes"] - 1 if shape is None else 0  # unused codes that the last byte may hold
         if shape is None:
             shape = (*codes.shape[:-1], codes.shape[-1] * new.packing["codes"])
-        spans = _component_spans(cls, shape, scales.shape, axis, block_size, spare)
+        spans = component_spans(cls, shape, scales.shape, axis, block_size, spare)
         new = new.reshaped(shape, spans)
         _ = new.shape  # raises if the parts do not fit each other
         check_codes(new)
@@ -376,304 +374,12 @@ class QuantizedArray(ImplicitArray):
         for part in jax.tree.leaves(self):
             part.delete()
 
-    # --- sharding
-
-    @property
-    def sharding(self) -> Any:
-        """How the array lies over devices, as `jax.Array.sharding` says it."""
-        stored: Any = self.codes.sharding
-        spec = self.logical_spec()
-        return stored if spec is None else NamedSharding(stored.mesh, spec)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether devices hold different pieces of it."""
-        return not self.sharding.is_fully_replicated
-
-    def with_sharding(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
-        """The array laid out anew, given for its own axes; a PartitionSpec is of the mesh around, None changes nothing.
-
-        >>> import jax, jax.numpy as jnp, lowbit
-        >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-        >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
-        >>> lowbit.Array8B(jnp.ones((64, 32))).with_sharding(sharding).sharding == sharding
-        True
-        """
-        if sharding is None:
-            return self
-        traced = isinstance(self.codes, Tracer)
-        if isinstance(sharding, PartitionSpec):
-            mesh = None if traced else mesh_in_context()
-            if mesh is None:  # JAX knows the mesh of a `with mesh:`, or says that there is none
-                specs = self.part_specs(sharding, jax.sharding.get_abstract_mesh())
-                return jax.tree.map(lax.with_sharding_constraint, self, specs)
-            sharding = NamedSharding(mesh, sharding)
-        place = lax.with_sharding_constraint if traced else jax.device_put
-        return jax.tree.map(place, self, self.part_shardings(sharding))
-
-    def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
-        """`with_sharding` by its other name."""
-        return self.with_sharding(sharding)
-
-    def with_mesh_and_axis(self, mesh_and_axis: tuple[Any, Any]) -> Self:
-        """`with_sharding` of a mesh and a PartitionSpec, its entries, a single name for the first axis, or None."""
-        mesh, axis = mesh_and_axis
-        entries = () if axis is None else (axis,) if isinstance(axis, str) else axis
-        return self.with_sharding(NamedSharding(mesh, PartitionSpec(*entries)))
-
-    def _elements(self, axis: int) -> list[int]:
-        """How many elements of the array one of each part covers, where a part has the axis at all."""
-        spans = (span_of(spans, self.swapped(axis)) for spans in self.part_spans().values())
-        return [span for span in spans if span != WHOLE]
-
-    def part_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
-        if mesh is not None:
-            check_pieces(self.shape, spec, mesh, self._elements)
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        if self.transposed:
-            entries[-2:] = entries[:-3:-1]
-        if self.index is not None:
-            entries[: self.index.ndim] = [None]
-
-        def along(_: Any, spans: tuple[int, ...]) -> PartitionSpec:
-            first = -len(entries)
-            return PartitionSpec(*(None if span_of(spans, first + i) == WHOLE else e for i, e in enumerate(entries)))
-
-        return self.map_parts(along, index=None if self.index is None else PartitionSpec())
-
-    def logical_spec(self) -> PartitionSpec | None:
-        sharding: Any = getattr(self.codes, "sharding", None)
-        if not hasattr(sharding, "spec"):
-            return None
-        if self.transposed and len(self.codes.shape) < 2:
-            return None  # `shape` says what is wrong
-        spec = (*sharding.spec, *[None] * (len(self.codes.shape) - len(sharding.spec)))
-        if self.index is not None:
-            spec = (*[None] * self.index.ndim, *spec[1:])
-        return PartitionSpec(*spec[:-2], spec[-1], spec[-2]) if self.transposed else PartitionSpec(*spec)
-
 
 def _defined_at(cls: type, name: str) -> int:
     """The position in the method resolution order of the class that defines an attribute."""
     return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
 
 
-def check_pieces(
-    shape: Sequence[int], spec: PartitionSpec, mesh: Any, elements: Callable[[int], Sequence[int]] = lambda axis: (1,)
-) -> None:
-    """Whether devices can have pieces of an array: a block belongs to one of them, and so does a byte.
-
-    `elements(axis)`: how many elements of the array those that are stored cover.
-    """
-    if len(spec) > len(shape):
-        raise ValueError(f"{spec} speaks of {len(spec)} axes, and the array has the shape {tuple(shape)}.")
-    sizes = dict(mesh.shape)
-    for axis, entry in enumerate(spec, -len(shape)):
-        names = () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry
-        names = names if isinstance(names, tuple) else (names,)
-        pieces = math.prod(sizes.get(name, 1) for name in names)
-        counts = [stored_length(shape[axis], span) for span in elements(axis)]
-        if pieces > 1 and any(n % pieces for n in counts):
-            fits = next(d for d in range(pieces, 0, -1) if not any(n % d for n in counts))
-            block = math.lcm(*elements(axis))
-            raise ValueError(
-                f"Axis {axis} of length {shape[axis]} cannot be cut over the {pieces} devices of {names}: "
-                f"a piece must hold {f'whole blocks of {block} elements' if block > 1 else 'as much as the others'}. "
-                f"{fits} {'device' if fits == 1 else 'devices'} would do."
-            )
-
-
-def explicit_axes(*types: Any) -> tuple[str, ...]:
-    """The axes of the mesh that are part of the types."""
-    mesh = next((mesh for type in types if not (mesh := type.sharding.mesh).empty), None)
-    if mesh is None:
-        return ()
-    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
-
-
 @partial(jax.jit, inline=True)  # compiled as one when called eagerly
 def _materialize(array: QuantizedArray) -> jax.Array:
     return array.logical_view(array.decode()).astype(array.dtype)
-
-
-# --- what every `quantize` starts and ends with
-
-
-def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:
-    """Spans for one scale along `axis` (an int or several), or one for each block of a single axis."""
-    ndim = len(shape)
-    axes = tuple(operator.index(a) for a in (axis if isinstance(axis, (tuple, list)) else (axis,)))
-    for a in axes:
-        if not -ndim <= a < ndim:
-            raise ValueError(f"axis {a} is out of range for an array of shape {tuple(shape)}.")
-    if block_size is not None and len(axes) != 1:
-        raise ValueError(f"block_size={block_size} needs a single axis, not {axes}.")
-    spans = [1] * ndim
-    for a in axes:
-        spans[a] = WHOLE if block_size is None else block_size
-    return tuple(spans)
-
-
-def _component_spans(
-    cls: type[QuantizedArray],
-    shape: Sequence[int],
-    scales: Sequence[int],
-    axis: Any,
-    block_size: int | None,
-    spare: int,
-) -> list[int]:
-    """The spans of scales of a given shape. Raises if `block_size` is not given and more than one would fit."""
-    if len(scales) != len(shape):
-        raise ValueError(f"A {cls.__name__} of {len(shape)} axes needs scales of as many, not of shape {scales}.")
-    if axis is not None:
-        spans = list(axis_spans(shape, axis, block_size))
-    else:
-        spans = [1 if n == stored else WHOLE for n, stored in zip(shape, scales, strict=True)]
-        if block_size and all(stored == 1 for span, stored in zip(spans, scales, strict=True) if span == WHOLE):
-            spans = [block_size if span == WHOLE else span for span in spans]
-    for i, (n, stored) in enumerate(zip(shape, scales, strict=True)):
-        if spans[i] == WHOLE and stored > 1:
-            at = i - len(shape)
-            spans[i] = block_size or _only_block_size(cls, range(n - (spare if at == -1 else 0), n + 1), stored, at)
-    return spans
-
-
-def _only_block_size(cls: type[QuantizedArray], lengths: range, scales: int, axis: int) -> int:
-    """The one block size of the format that gives this many scales on an axis of one of these lengths."""
-    fits = {size for n in lengths for size in range(-(-n // scales), (n - 1) // (scales - 1) + 1)}
-    allowed = fits if cls.block_sizes is None else fits.intersection(cls.block_sizes)
-    if len(allowed) != 1:
-        found = f"every block size from {min(allowed)} to {max(allowed)}" if allowed else "no block size of the format"
-        raise ValueError(
-            f"{cls.__name__} has {scales} scales for the {lengths[-1]} elements of axis {axis}, which {found} would "
-            "give: pass block_size=, the number of elements that share a scale."
-        )
-    return allowed.pop()
-
-
-def checked_dtype(dtype: Any, array: jax.Array, format: str) -> np.dtype:
-    """The dtype that the array is to read in, default its own."""
-    dtype = np.dtype(array.dtype if dtype is None else dtype)
-    if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype={dtype} for {format!r}: a scaled array reads as a floating-point dtype.")
-    return dtype
-
-
-def checked_block_size(block_size: int | None) -> int | None:
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size={block_size} must be at least 1, or None for one scale along the whole axis.")
-    return block_size
-
-
-def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Array:
-    """The dense array to be quantized, or an error that says what to pass instead."""
-    if isinstance(array, ImplicitArray):
-        raise TypeError(
-            f"Cannot quantize a {type(array).__name__} to {format!r}: it is quantized already. "
-            "Pass its .materialize() to quantize it once more."
-        )
-    array = jnp.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.floating) and not (
-        integers and jnp.issubdtype(array.dtype, jnp.signedinteger)
-    ):
-        raise TypeError(
-            f"Cannot quantize an array of dtype {array.dtype} to {format!r}: pass a floating-point array, "
-            "for instance array.astype(jnp.float32)."
-        )
-    if array.ndim == 0:
-        raise ValueError(f"Cannot quantize a scalar to {format!r}: pass an array with at least one axis.")
-    return array
-
-
-def checked_scale(scale: Any, shape: Sequence[int], spans: Sequence[int], format: str) -> jax.Array | None:
-    """Scales that were given, if they are as many as the format stores; NaN where they are none."""
-    if scale is None:
-        return None
-    scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
-    want = tuple(stored_length(length, span) for length, span in zip(shape, spans, strict=True))
-    if scale.shape != want:
-        raise ValueError(f"scale= for {format!r} has the shape {scale.shape}, and the array needs scales of {want}.")
-    usable = (scale > 0) & jnp.isfinite(scale)
-    if not isinstance(scale, Tracer) and not bool(usable.all()):
-        first = tuple(int(i) for i in np.argwhere(~np.asarray(usable))[0])
-        raise ValueError(
-            f"scale= for {format!r} must be positive: {int((~usable).sum())} of {scale.size} are not, "
-            f"the first is {scale[first]} at {first}."
-        )
-    return jnp.where(usable, scale, jnp.nan)
-
-
-def finite_or_nan(scales: jax.Array) -> jax.Array:
-    """Scales as stored: a block with NaN or infinity in it gets a NaN, and so reads as NaN."""
-    scales = scales.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
-
-
-def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str) -> None:
-    """Outside of a trace, say what is wrong with the input. Reads the scales; the input only to say where."""
-    if isinstance(scales, Tracer) or not bool(jnp.isnan(scales).any()):
-        return
-    # A float64 beyond float32 is finite, but its scale is not.
-    with np.errstate(over="ignore"):
-        bad = ~np.isfinite(np.asarray(array).astype(np.float32))
-    if not bad.any():
-        raise ValueError(f"Cannot quantize to {format!r}: values up to {np.abs(array).max()} overflow float32 sums.")
-    first = tuple(int(i) for i in np.argwhere(bad)[0])
-    raise ValueError(
-        f"Cannot quantize to {format!r}: {int(bad.sum())} of {array.size} values are NaN or infinite in float32, "
-        f"the first is {array[first]} at {first}."
-    )
-
-
-# --- the table of formats
-
-
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """A row of the table: how to quantize to a format, and what it costs.
-
-    - `quantize`: a function of `(array, *, axis, block_size)` and the options.
-    - `error`: root mean square error on N(0, 1), in its default setting.
-    - `bits`: per weight, scales not counted.
-    - `blocked`: whether it always has blocks; otherwise a scale covers the axis if no block is asked for.
-    - `options`: what else `quantize` takes of a `QuantizationConfig`.
-    - `top`: the largest level. Only of formats whose `quantize` takes `scale=`, the scales to round by.
-    - `scale_of_max`: the scales from the largest |w| that they cover, for formats whose scales need no other number.
-    """
-
-    name: str
-    quantize: Callable[..., QuantizedArray]
-    error: float
-    bits: float
-    blocked: bool = True
-    options: frozenset[str] = frozenset()
-    top: float | None = None
-    scale_of_max: Callable[[jax.Array], jax.Array] | None = None
-
-
-FORMATS: dict[str, Format] = {}
-"""The table of formats by name. `register_format` adds to it.
-
->>> import lowbit
->>> lowbit.FORMATS["nf4"].bits
-4.0
-"""
-
-
-def register_format(format: Format, *, replace: bool = False) -> Format:
-    """Add a row: from then on every test, tool and `quantize` knows the format by its name.
-
-    A name that another format has raises a `ValueError`, unless `replace` says that this one takes its place.
-
-    >>> import lowbit
-    >>> lowbit.register_format(lowbit.FORMATS["int8"]).name  # the same once more
-    'int8'
-    """
-    known = FORMATS.get(format.name)
-    if known is not None and known != format and not replace:
-        raise ValueError(
-            f"There is a format {format.name!r} already, made by {known.quantize!r}: choose another name, or pass "
-            "replace=True to put this one in its place."
-        )
-    FORMATS[format.name] = format
-    return format

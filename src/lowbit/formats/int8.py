@@ -17,9 +17,7 @@ import numpy as np
 from lowbit.ops.encode import encode
 
 from ._blocks import block_max, spread
-from ._quantized import (
-    Format,
-    QuantizedArray,
+from ._inputs import (
     axis_spans,
     checked_block_size,
     checked_dtype,
@@ -27,9 +25,9 @@ from ._quantized import (
     checked_scale,
     finite_or_nan,
     raise_if_not_finite,
-    register_format,
-    stored,
 )
+from ._quantized import QuantizedArray, stored
+from ._table import Format, register_format
 
 
 @stored

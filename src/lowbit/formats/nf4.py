@@ -24,19 +24,10 @@ from jax.sharding import PartitionSpec
 from lowbit.ops.encode import encode
 
 from ._blocks import WHOLE, block_max, ordered_sum, pack, spread
-from ._quantized import (
-    Format,
-    QuantizedArray,
-    axis_spans,
-    checked_dtype,
-    checked_input,
-    checked_scale,
-    explicit_axes,
-    finite_or_nan,
-    raise_if_not_finite,
-    register_format,
-    stored,
-)
+from ._inputs import axis_spans, checked_dtype, checked_input, checked_scale, finite_or_nan, raise_if_not_finite
+from ._quantized import QuantizedArray, stored
+from ._sharding import explicit_axes
+from ._table import Format, register_format
 
 # fmt: off
 LEVELS = np.array([

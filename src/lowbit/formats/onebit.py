@@ -21,9 +21,7 @@ from jax.core import Tracer
 from lowbit.runtime import aux_field
 
 from ._blocks import block_count, block_max, block_sum, pack, spread
-from ._quantized import (
-    Format,
-    QuantizedArray,
+from ._inputs import (
     axis_spans,
     checked_block_size,
     checked_dtype,
@@ -31,9 +29,9 @@ from ._quantized import (
     checked_scale,
     finite_or_nan,
     raise_if_not_finite,
-    register_format,
-    stored,
 )
+from ._quantized import QuantizedArray, stored
+from ._table import Format, register_format
 
 Kind = Literal["ternary", "binary"]
 _PER_BYTE: dict[str, int] = {"ternary": 4, "binary": 8}

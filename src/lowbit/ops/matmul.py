@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from lowbit.formats._quantized import QuantizedArray, explicit_axes
+from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats._sharding import explicit_axes
 from lowbit.kernels import reference
 from lowbit.kernels._table import compute, find_kernels, use_kernel
 from lowbit.runtime._compat import match_varying

@@ -20,7 +20,8 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowbit.formats._blocks import WHOLE, span_of
-from lowbit.formats._quantized import QuantizedArray, explicit_axes
+from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats._sharding import explicit_axes
 from lowbit.runtime._compat import can_cut_calls, device_kind
 
 Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names

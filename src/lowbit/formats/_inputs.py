@@ -1,0 +1,104 @@
+"""What every `quantize` starts and ends with: checks of its arguments, and of what it was given."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from lowbit.runtime import ImplicitArray
+
+from ._blocks import WHOLE, stored_length
+
+
+def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:
+    """Spans for one scale along `axis` (an int or several), or one for each block of a single axis."""
+    ndim = len(shape)
+    axes = tuple(operator.index(a) for a in (axis if isinstance(axis, (tuple, list)) else (axis,)))
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(f"axis {a} is out of range for an array of shape {tuple(shape)}.")
+    if block_size is not None and len(axes) != 1:
+        raise ValueError(f"block_size={block_size} needs a single axis, not {axes}.")
+    spans = [1] * ndim
+    for a in axes:
+        spans[a] = WHOLE if block_size is None else block_size
+    return tuple(spans)
+
+
+def checked_dtype(dtype: Any, array: jax.Array, format: str) -> np.dtype:
+    """The dtype that the array is to read in, default its own."""
+    dtype = np.dtype(array.dtype if dtype is None else dtype)
+    if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype={dtype} for {format!r}: a scaled array reads as a floating-point dtype.")
+    return dtype
+
+
+def checked_block_size(block_size: int | None) -> int | None:
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size={block_size} must be at least 1, or None for one scale along the whole axis.")
+    return block_size
+
+
+def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Array:
+    """The dense array to be quantized, or an error that says what to pass instead."""
+    if isinstance(array, ImplicitArray):
+        raise TypeError(
+            f"Cannot quantize a {type(array).__name__} to {format!r}: it is quantized already. "
+            "Pass its .materialize() to quantize it once more."
+        )
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating) and not (
+        integers and jnp.issubdtype(array.dtype, jnp.signedinteger)
+    ):
+        raise TypeError(
+            f"Cannot quantize an array of dtype {array.dtype} to {format!r}: pass a floating-point array, "
+            "for instance array.astype(jnp.float32)."
+        )
+    if array.ndim == 0:
+        raise ValueError(f"Cannot quantize a scalar to {format!r}: pass an array with at least one axis.")
+    return array
+
+
+def checked_scale(scale: Any, shape: Sequence[int], spans: Sequence[int], format: str) -> jax.Array | None:
+    """Scales that were given, if they are as many as the format stores; NaN where they are none."""
+    if scale is None:
+        return None
+    scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
+    want = tuple(stored_length(length, span) for length, span in zip(shape, spans, strict=True))
+    if scale.shape != want:
+        raise ValueError(f"scale= for {format!r} has the shape {scale.shape}, and the array needs scales of {want}.")
+    usable = (scale > 0) & jnp.isfinite(scale)
+    if not isinstance(scale, Tracer) and not bool(usable.all()):
+        first = tuple(int(i) for i in np.argwhere(~np.asarray(usable))[0])
+        raise ValueError(
+            f"scale= for {format!r} must be positive: {int((~usable).sum())} of {scale.size} are not, "
+            f"the first is {scale[first]} at {first}."
+        )
+    return jnp.where(usable, scale, jnp.nan)
+
+
+def finite_or_nan(scales: jax.Array) -> jax.Array:
+    """Scales as stored: a block with NaN or infinity in it gets a NaN, and so reads as NaN."""
+    scales = scales.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+
+
+def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str) -> None:
+    """Outside of a trace, say what is wrong with the input. Reads the scales; the input only to say where."""
+    if isinstance(scales, Tracer) or not bool(jnp.isnan(scales).any()):
+        return
+    # A float64 beyond float32 is finite, but its scale is not.
+    with np.errstate(over="ignore"):
+        bad = ~np.isfinite(np.asarray(array).astype(np.float32))
+    if not bad.any():
+        raise ValueError(f"Cannot quantize to {format!r}: values up to {np.abs(array).max()} overflow float32 sums.")
+    first = tuple(int(i) for i in np.argwhere(bad)[0])
+    raise ValueError(
+        f"Cannot quantize to {format!r}: {int(bad.sum())} of {array.size} values are NaN or infinite in float32, "
+        f"the first is {array[first]} at {first}."
+    )

@@ -1,0 +1,133 @@
+"""How a quantized array lies over devices: its sharding from that of its components, and theirs from it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from lowbit.runtime import ImplicitArray
+from lowbit.runtime._compat import mesh_in_context
+
+from ._blocks import WHOLE, span_of, stored_length
+
+
+class ShardedArray(ImplicitArray):
+    """The sharding of a quantized array, for its logical axes."""
+
+    codes: jax.Array
+    index: jax.Array | None
+    transposed: bool
+    part_spans: Callable[[], dict[str, tuple[int, ...]]]
+    map_parts: Callable[..., Any]
+    swapped: Callable[[int], int]
+
+    @property
+    def sharding(self) -> Any:
+        """How the array lies over devices, as `jax.Array.sharding` says it."""
+        stored: Any = self.codes.sharding
+        spec = self.logical_spec()
+        return stored if spec is None else NamedSharding(stored.mesh, spec)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether devices hold different pieces of it."""
+        return not self.sharding.is_fully_replicated
+
+    def with_sharding(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
+        """The array laid out anew, given for its own axes; a PartitionSpec is of the mesh around, None changes nothing.
+
+        >>> import jax, jax.numpy as jnp, lowbit
+        >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+        >>> lowbit.Array8B(jnp.ones((64, 32))).with_sharding(sharding).sharding == sharding
+        True
+        """
+        if sharding is None:
+            return self
+        traced = isinstance(self.codes, Tracer)
+        if isinstance(sharding, PartitionSpec):
+            mesh = None if traced else mesh_in_context()
+            if mesh is None:  # JAX knows the mesh of a `with mesh:`, or says that there is none
+                specs = self.part_specs(sharding, jax.sharding.get_abstract_mesh())
+                return jax.tree.map(lax.with_sharding_constraint, self, specs)
+            sharding = NamedSharding(mesh, sharding)
+        place = lax.with_sharding_constraint if traced else jax.device_put
+        return jax.tree.map(place, self, self.part_shardings(sharding))
+
+    def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
+        """`with_sharding` by its other name."""
+        return self.with_sharding(sharding)
+
+    def with_mesh_and_axis(self, mesh_and_axis: tuple[Any, Any]) -> Self:
+        """`with_sharding` of a mesh and a PartitionSpec, its entries, a single name for the first axis, or None."""
+        mesh, axis = mesh_and_axis
+        entries = () if axis is None else (axis,) if isinstance(axis, str) else axis
+        return self.with_sharding(NamedSharding(mesh, PartitionSpec(*entries)))
+
+    def _elements(self, axis: int) -> list[int]:
+        """How many elements of the array one of each part covers, where a part has the axis at all."""
+        spans = (span_of(spans, self.swapped(axis)) for spans in self.part_spans().values())
+        return [span for span in spans if span != WHOLE]
+
+    def part_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
+        if mesh is not None:
+            check_pieces(self.shape, spec, mesh, self._elements)
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        if self.transposed:
+            entries[-2:] = entries[:-3:-1]
+        if self.index is not None:
+            entries[: self.index.ndim] = [None]
+
+        def along(_: Any, spans: tuple[int, ...]) -> PartitionSpec:
+            first = -len(entries)
+            return PartitionSpec(*(None if span_of(spans, first + i) == WHOLE else e for i, e in enumerate(entries)))
+
+        return self.map_parts(along, index=None if self.index is None else PartitionSpec())
+
+    def logical_spec(self) -> PartitionSpec | None:
+        sharding: Any = getattr(self.codes, "sharding", None)
+        if not hasattr(sharding, "spec"):
+            return None
+        if self.transposed and len(self.codes.shape) < 2:
+            return None  # `shape` says what is wrong
+        spec = (*sharding.spec, *[None] * (len(self.codes.shape) - len(sharding.spec)))
+        if self.index is not None:
+            spec = (*[None] * self.index.ndim, *spec[1:])
+        return PartitionSpec(*spec[:-2], spec[-1], spec[-2]) if self.transposed else PartitionSpec(*spec)
+
+
+def check_pieces(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Any, elements: Callable[[int], Sequence[int]] = lambda axis: (1,)
+) -> None:
+    """Whether devices can have pieces of an array: a block belongs to one of them, and so does a byte.
+
+    `elements(axis)`: how many elements of the array those that are stored cover.
+    """
+    if len(spec) > len(shape):
+        raise ValueError(f"{spec} speaks of {len(spec)} axes, and the array has the shape {tuple(shape)}.")
+    sizes = dict(mesh.shape)
+    for axis, entry in enumerate(spec, -len(shape)):
+        names = () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry
+        names = names if isinstance(names, tuple) else (names,)
+        pieces = math.prod(sizes.get(name, 1) for name in names)
+        counts = [stored_length(shape[axis], span) for span in elements(axis)]
+        if pieces > 1 and any(n % pieces for n in counts):
+            fits = next(d for d in range(pieces, 0, -1) if not any(n % d for n in counts))
+            block = math.lcm(*elements(axis))
+            raise ValueError(
+                f"Axis {axis} of length {shape[axis]} cannot be cut over the {pieces} devices of {names}: "
+                f"a piece must hold {f'whole blocks of {block} elements' if block > 1 else 'as much as the others'}. "
+                f"{fits} {'device' if fits == 1 else 'devices'} would do."
+            )
+
+
+def explicit_axes(*types: Any) -> tuple[str, ...]:
+    """The axes of the mesh that are part of the types."""
+    mesh = next((mesh for type in types if not (mesh := type.sharding.mesh).empty), None)
+    if mesh is None:
+        return ()
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)

@@ -1,0 +1,59 @@
+"""The table of formats: a row for each, by name."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from ._quantized import QuantizedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A row of the table: how to quantize to a format, and what it costs.
+
+    - `quantize`: a function of `(array, *, axis, block_size)` and the options.
+    - `error`: root mean square error on N(0, 1), in its default setting.
+    - `bits`: per weight, scales not counted.
+    - `blocked`: whether it always has blocks; otherwise a scale covers the axis if no block is asked for.
+    - `options`: what else `quantize` takes of a `QuantizationConfig`.
+    - `top`: the largest level. Only of formats whose `quantize` takes `scale=`, the scales to round by.
+    - `scale_of_max`: the scales from the largest |w| that they cover, for formats whose scales need no other number.
+    """
+
+    name: str
+    quantize: Callable[..., QuantizedArray]
+    error: float
+    bits: float
+    blocked: bool = True
+    options: frozenset[str] = frozenset()
+    top: float | None = None
+    scale_of_max: Callable[[jax.Array], jax.Array] | None = None
+
+
+FORMATS: dict[str, Format] = {}
+"""The table of formats by name. `register_format` adds to it.
+
+>>> import lowbit
+>>> lowbit.FORMATS["nf4"].bits
+4.0
+"""
+
+
+def register_format(format: Format, *, replace: bool = False) -> Format:
+    """Add a row: from then on every test, tool and `quantize` knows the format by its name.
+
+    A name that another format has raises a `ValueError`, unless `replace` says that this one takes its place.
+
+    >>> import lowbit
+    >>> lowbit.register_format(lowbit.FORMATS["int8"]).name  # the same once more
+    'int8'
+    """
+    known = FORMATS.get(format.name)
+    if known is not None and known != format and not replace:
+        raise ValueError(
+            f"There is a format {format.name!r} already, made by {known.quantize!r}: choose another name, or pass "
+            "replace=True to put this one in its place."
+        )
+    FORMATS[format.name] = format
+    return format
