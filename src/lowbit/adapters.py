@@ -106,7 +106,7 @@ def merge(params: T, rules: Rules | None = None) -> T:
     for i in adapted:
         leaves[i] = leaves[i].materialize()
     if rules is not None:
-        known = [Found(base.axis, "base") if isinstance(base, QuantizedArray) else None for base in bases]
+        known = [Found(base.scale_axes, "base") if isinstance(base, QuantizedArray) else None for base in bases]
         wanted = [(path, leaves[i], use) for (i, path), use in zip(adapted.items(), known, strict=True)]
         plans, _ = plan(rules, wanted, strict=True)
         for (i, path), planned in zip(adapted.items(), plans, strict=True):
@@ -143,7 +143,7 @@ def _takes_adapter(path: str, leaf: Any, rule: Rule, use: Found | None) -> bool:
 
 def _adapted(path: str, base: Any, rank: int, scale: float, key: jax.Array, dtype: Any, use: Found | None) -> LoraArray:
     ndim = len(base.shape)
-    axes = use.axes if use is not None else base.axis if isinstance(base, QuantizedArray) else None
+    axes = use.axes if use is not None else base.scale_axes if isinstance(base, QuantizedArray) else None
     first, last = (-2, -2) if axes is None else (min(axes), max(axes))
     if last == -1:  # (out, in): the factors of the transpose are those of the array
         first = last = first - 1

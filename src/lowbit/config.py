@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,7 @@ class QuantizationConfig:
     - `dtype`: the format, a `QuantizationType` or its name.
     - `block_size`: how many elements along `axis` share a scale. None is the format's default: 64 for NF4, one scale
       for the whole axis for int8, ternary and binary.
-    - `axis`: along which scales are shared; None is the format's default, the last. For `x @ w` the one before it, -2,
-      is the fastest and the most exact.
+    - `axis`: along which elements share a scale. None is the axis that `x @ w` contracts: -2, or -1 if it has one axis.
     - `simulate`: give the dense array as it reads after quantization, with a straight-through gradient.
     - `double_quant`: NF4's scales in 8 bits.
     - `absmean`: ternary as in BitNet b1.58, with mean |w| for a scale and half of it for a threshold.
@@ -83,6 +82,36 @@ class QuantizationConfig:
         return FORMATS[str(self.dtype)]
 
 
+@overload
+def quantize(
+    array: Any,
+    config: QuantizationConfig | str | None = ...,
+    dtype: QuantizationType | str | None = ...,
+    block_size: int | None = ...,
+    *,
+    simulate: Literal[True],
+    axis: int | Sequence[int] | None = ...,
+    double_quant: bool | None = ...,
+    absmean: bool | None = ...,
+    use_kernel: bool | None = ...,
+    compute: str | None = ...,
+    scale: Any = ...,
+) -> jax.Array: ...
+@overload
+def quantize(
+    array: Any,
+    config: QuantizationConfig | str | None = ...,
+    dtype: QuantizationType | str | None = ...,
+    block_size: int | None = ...,
+    simulate: Literal[False] | None = ...,
+    *,
+    axis: int | Sequence[int] | None = ...,
+    double_quant: bool | None = ...,
+    absmean: bool | None = ...,
+    use_kernel: bool | None = ...,
+    compute: str | None = ...,
+    scale: Any = ...,
+) -> QuantizedArray: ...
 def quantize(
     array: Any,
     config: QuantizationConfig | str | None = None,

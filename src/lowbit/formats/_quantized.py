@@ -21,6 +21,7 @@ from lowbit.runtime import aux_field
 from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unpack
 from ._components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes, component_spans
 from ._sharding import ShardedArray, check_pieces
+from ._table import Format, format_of
 
 # A format's parts are final as dataclass fields and given by their documented names, so `__init__` is written once.
 stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -264,8 +265,14 @@ class QuantizedArray(ShardedArray):
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     @property
-    def axis(self) -> tuple[int, ...]:
-        """The axes along which elements share a scale, from the end."""
+    def axis(self) -> int | tuple[int, ...]:
+        """The axis along which elements share a scale, counted from the end; a tuple if there are several or none."""
+        axes = self.scale_axes
+        return axes[0] if len(axes) == 1 else axes
+
+    @property
+    def scale_axes(self) -> tuple[int, ...]:
+        """The axes along which elements share a scale, however many."""
         found = (a for a in range(-len(self.spans), 0) if self.spans[a] != 1)
         return tuple(sorted(self.swapped(a) for a in found))
 
@@ -368,6 +375,26 @@ class QuantizedArray(ShardedArray):
 
     def __neg__(self) -> Any:
         return self.times(-1) if self._takes(-1) else super().__neg__()
+
+    @property
+    def format(self) -> Format | None:
+        """The row of the table of formats; None for a class that is not in it.
+
+        >>> import jax.numpy as jnp, lowbit
+        >>> lowbit.quantize(jnp.ones((64, 32)), "binary").format.name
+        'binary'
+        """
+        return format_of(self)
+
+    def _facts(self) -> list[str]:
+        name = [repr(self.format.name)] if self.format else []
+        shared = [f"axis={self.axis}", f"block_size={self.block_size}"] if self.scale_axes else []
+        bits = [f"{8 * self.nbytes / self.size:.4g} bits a weight"] if self.size else []
+        where: Any = getattr(self.codes, "sharding", None)
+        placed = isinstance(where, NamedSharding) and not where.is_fully_replicated
+        sharding = [f"sharded over {dict(where.mesh.shape)} as {self.logical_spec()}"] if placed else []
+        *shape, size = super()._facts()
+        return [*name, *shape, *shared, *bits, size, *sharding]
 
     def delete(self) -> None:
         """Free the memory of the parts; the array can not be used after."""

@@ -2,10 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
-
-from ._quantized import QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Format:
     """
 
     name: str
-    quantize: Callable[..., QuantizedArray]
+    quantize: Callable[..., Any]
     error: float
     bits: float
     blocked: bool = True
@@ -57,3 +56,19 @@ def register_format(format: Format, *, replace: bool = False) -> Format:
         )
     FORMATS[format.name] = format
     return format
+
+
+def format_of(array: Any) -> Format | None:
+    """The row whose `quantize` makes arrays like this one, if there is one."""
+    for row in FORMATS.values():
+        # A row has a class's own `quantize`, or that with some arguments fixed (`functools.partial`).
+        made_by = getattr(getattr(row.quantize, "func", row.quantize), "__self__", None)
+        fixed = getattr(row.quantize, "keywords", {})
+        if (
+            isinstance(made_by, type)
+            and isinstance(array, made_by)
+            and type(array).levels is made_by.levels
+            and all(getattr(array, name, None) == value for name, value in fixed.items())
+        ):
+            return row
+    return None

@@ -45,18 +45,18 @@ class Array8B(QuantizedArray):
 
     @classmethod
     def quantize(
-        cls, array: Any, dtype: Any = None, axis: Any = None, *, block_size: int | None = None, scale: Any = None
+        cls, array: Any, *, axis: Any = None, dtype: Any = None, block_size: int | None = None, scale: Any = None
     ) -> Self:
         """Quantize a dense array.
 
-        - `axis`: the axis or axes along which one scale is shared (default: the last).
+        - `axis`: the axis or axes along which one scale is shared. Default: -2, which `x @ w` contracts (-1 if 1-D).
         - `block_size`: one scale for each block of that many elements of the (single) axis.
-        - `dtype`: of the array as it reads; default the input's.
-        - `scale`: the scales to round by, if not max |w| / 127; what is beyond 127 of them is cut.
+        - `dtype`: the dtype of the array; default that of the input.
+        - `scale`: the scales to round by instead of max |w| / 127; codes are clipped to +-127.
         """
         array = checked_input(array, "int8")
         dtype = checked_dtype(dtype, array, "int8")
-        spans = axis_spans(array.shape, -1 if axis is None else axis, checked_block_size(block_size))
+        spans = axis_spans(array.shape, axis, checked_block_size(block_size))
         codes, scales = _encode(array, spans, checked_scale(scale, array.shape, spans, "int8"))
         raise_if_not_finite(array, scales, "int8")
         return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype, spans=spans)

@@ -59,9 +59,9 @@ class Array1B(QuantizedArray):
     def quantize(
         cls,
         array: Any,
-        dtype: Any = None,
-        axis: Any = None,
         *,
+        axis: Any = None,
+        dtype: Any = None,
         kind: Kind = "ternary",
         threshold: float | None = None,
         scale: Any = True,
@@ -70,7 +70,7 @@ class Array1B(QuantizedArray):
     ) -> Self:
         """Quantize a dense array.
 
-        - `axis`: the axis or axes along which one scale is shared (default: the last).
+        - `axis`: the axis or axes along which one scale is shared. Default: -2, which `x @ w` contracts (-1 if 1-D).
         - `block_size`: one scale for each block of that many elements of the (single) axis.
         - `threshold`: what is kept, if not half the standard deviation.
         - `scale`: False for the bare codes; or the scales to round by, where half a scale is the threshold.
@@ -85,7 +85,7 @@ class Array1B(QuantizedArray):
         if threshold is not None and kind == "binary":
             raise ValueError(f"threshold={threshold} is for kind='ternary': binary keeps every sign.")
         array = checked_input(array, kind, integers=True)
-        spans = axis_spans(array.shape, -1 if axis is None else axis, checked_block_size(block_size))
+        spans = axis_spans(array.shape, axis, checked_block_size(block_size))
         exact = not jnp.issubdtype(array.dtype, jnp.floating)
         given = None if scale is None or isinstance(scale, bool) else checked_scale(scale, array.shape, spans, kind)
         scaled = scale is None or (scale is True and not exact)

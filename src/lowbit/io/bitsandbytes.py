@@ -254,8 +254,8 @@ def misfit(array: Any) -> str:
         return f"it is no ArrayNF4, but {type(array).__name__}"
     if array.dtype not in _DTYPES.values():
         return f"its dtype is {array.dtype}, which is none of {', '.join(_DTYPES)}"
-    if array.axis != (-1,):
-        return f"its blocks lie along axis {array.axis[0]}, not along the last"
+    if array.axis != -1:
+        return f"its blocks lie along axis {array.axis}, not along the last"
     if array.block_size not in _BLOCKS:
         return f"its blocks of {array.block_size} are none of {', '.join(map(str, _BLOCKS))}"
     if _crosses_rows(array.shape, array.block_size):

@@ -45,7 +45,7 @@ def _row(a: Tensors, b: Tensors, name: str, error: float) -> Row:
     was, now = a.type(name), b.type(name)
     kept = was == now and error == 0
     stored = None if kept else b.array(name)
-    axis = stored.axis if isinstance(stored, QuantizedArray) else ()
+    axis = stored.scale_axes if isinstance(stored, QuantizedArray) else ()
     return Row(
         path=name,
         shape=a.shape(name),

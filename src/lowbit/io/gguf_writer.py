@@ -149,7 +149,7 @@ def _kind(name: str, array: Any, type: str) -> str:
 
 def is_q8_0(array: Any) -> bool:
     """Whether its codes and scales are those of Q8_0, as are all that were read from there."""
-    if not isinstance(array, Array8B) or array.axis != (-1,) or array.block_size != _BLOCK:
+    if not isinstance(array, Array8B) or array.axis != -1 or array.block_size != _BLOCK:
         return False
     scales = np.asarray(array.scale, np.float32)
     with np.errstate(over="ignore"):

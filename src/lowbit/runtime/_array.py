@@ -291,16 +291,22 @@ class ImplicitArray:
         def describe(path: Any, part: Any) -> str:
             name = jax.tree_util.keystr(path).lstrip(".")
             if not hasattr(part, "dtype"):
-                return f"{name} {type(part).__name__}"
+                return f"{name}={part}"
             return f"{name} {part.dtype}[{','.join(map(str, part.shape))}]"
 
         parts, _ = jax.tree_util.tree_flatten_with_path(self)
         stored = ", ".join(describe(path, part) for path, part in parts)
         try:
-            facts = f"shape={self.shape}, dtype={np.dtype(self.dtype).name}, {self.nbytes:,} bytes"
-        except (AttributeError, TypeError, ValueError) as error:
-            facts = f"not an array now: {error}"  # JAX may put anything in the place of the parts
+            facts = ", ".join(self._facts())
+        except (AttributeError, TypeError):  # shardings or other objects in the place of the components
+            return f"{type(self).__name__}({stored})"
+        except ValueError as error:  # components that do not fit each other
+            facts = str(error)
         return f"{type(self).__name__}({facts}\n  {stored})"
+
+    def _facts(self) -> list[str]:
+        """What `repr` says of the array, beside its components."""
+        return [f"shape={self.shape}", f"dtype={np.dtype(self.dtype).name}", f"{self.nbytes:,} bytes"]
 
 
 # --- operators

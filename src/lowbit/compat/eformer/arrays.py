@@ -86,7 +86,7 @@ class Array8B(_Eformer, lowbit.Array8B):
 
     @classmethod
     def quantize(cls, array: Any, dtype: Any = None, axis: Any = None, **options: Any) -> Self:
-        return _quietly(Array8B, array, dtype=dtype, axis=_hashable(axis), **options)
+        return _quietly(Array8B, array, dtype=dtype, axis=-1 if axis is None else _hashable(axis), **options)
 
 
 @_documented
@@ -104,8 +104,8 @@ class ArrayNF4(_Eformer, lowbit.ArrayNF4):
         return super().from_parts(**parts, **given)
 
     @classmethod
-    def quantize(cls, array: Any, block_size: int = 64, **options: Any) -> Self:
-        return _quietly(ArrayNF4, array, block_size=block_size, **options)
+    def quantize(cls, array: Any, block_size: int = 64, *, axis: int | None = None, **options: Any) -> Self:
+        return _quietly(ArrayNF4, array, block_size=block_size, axis=-1 if axis is None else axis, **options)
 
 
 @_documented
@@ -129,16 +129,15 @@ class Array1B(_Eformer, lowbit.Array1B):
         axis: Any = None,
         *,
         kind: Kind = "ternary",
-        threshold: float | None = None,
         scale: Any = False,
         block_size: int | None = None,
-        absmean: bool = False,
+        **options: Any,
     ) -> Self:
         if jnp.issubdtype(jnp.result_type(array), jnp.integer):  # checked and kept, as lowbit does
-            return super().quantize(array, dtype, axis, kind=kind)
+            return super().quantize(array, dtype=dtype, axis=axis, kind=kind)
         if axis is None and block_size is None:
             axis = tuple(range(jnp.ndim(array)))  # one threshold for the whole array
-        options = {"kind": kind, "threshold": threshold, "scale": scale, "block_size": block_size, "absmean": absmean}
+        options |= {"kind": kind, "scale": scale, "block_size": block_size}
         return _quietly(Array1B, array, dtype=dtype, axis=_hashable(axis), **options)
 
 
