@@ -21,7 +21,7 @@ class Array6B(lowbit.QuantizedArray):
     packing: ClassVar = {"codes": 2, "high": 4}  # codes in each byte
 
     @classmethod
-    def quantize(cls, array, block_size=64, *, axis=None, dtype=None):
+    def quantize(cls, array, block_size=64, *, axis=-1, dtype=None):
         array = formats.checked_input(array, "int6")
         spans = formats.axis_spans(array.shape, axis, block_size)
         values = array.astype(jnp.float32)

@@ -110,7 +110,7 @@ def test_codes_and_scales_of_bitsandbytes_are_kept(name):
     file, parts = SafetensorsFile(GOLDEN[name]), stored(GOLDEN[name])
     assert sorted(file) == ["bias", "expected.w", "w"] and file.type("w") == "nf4"
     array = file.array("w")
-    assert isinstance(array, ArrayNF4) and array.axis == (-1,)
+    assert isinstance(array, ArrayNF4) and array.axis == -1
     assert array.shape == file.shape("w") == parts["expected.w"].shape and array.dtype == parts["expected.w"].dtype
     assert np.asarray(array.packed).tobytes() == parts["w"].tobytes()
     assert np.asarray(array.scales).tobytes() == parts["w.absmax"].tobytes()

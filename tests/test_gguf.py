@@ -143,7 +143,7 @@ def test_stored_codes_and_scales_are_kept(kind, cls, block, shape, tmp_path):
     file = write(tmp_path / "a.gguf", {"w": (data, kind)})
     array = file.array("w")
     assert isinstance(array, cls) and array.shape == shape and array.dtype == np.float32
-    assert array.block_size == block and array.axis == (-1,) and array.scale.shape == (*shape[:-1], shape[-1] // block)
+    assert array.block_size == block and array.axis == -1 and array.scale.shape == (*shape[:-1], shape[-1] // block)
     assert same_bits(array.materialize(), want) and same_bits(file.dense("w"), want)
 
 

@@ -106,8 +106,8 @@ def test_ten_moves_later_the_bits_are_those_of_the_first_encode(layout: Layout) 
     assert q.T.codes is q.codes
     with lowbit.materialization("error"):
         for _ in range(3):
-            halves = implicit(lambda w: [w[:64], w[64:]])(again) if q.axis == (-1,) else None
-            columns = implicit(lambda w: [w[:, :64], w[:, 64:]])(again) if q.axis == (-2,) else None
+            halves = implicit(lambda w: [w[:64], w[64:]])(again) if q.axis == -1 else None
+            columns = implicit(lambda w: [w[:, :64], w[:, 64:]])(again) if q.axis == -2 else None
             axis = 0 if halves else 1
             again = implicit(lambda *parts, axis=axis: jnp.concatenate(parts, axis))(*(halves or columns))
     np.testing.assert_array_equal(codes_of(again), codes_of(q))

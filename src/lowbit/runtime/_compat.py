@@ -4,14 +4,18 @@ Each function names the versions it bridges, so that it can go when the older on
 module may have other parameters: their readers then return None, and the caller falls back to dense arrays.
 """
 
+import re
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters import ad
 
@@ -238,6 +242,28 @@ def warn_of_unknown_parameters(primitive: Any, names: Sequence[str]) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+# --- where the user wrote it
+
+_HERE = str(Path(__file__).parents[1])
+_OURS = (_HERE, str(Path(jax.__file__).parent), "<frozen")
+# JAX then takes the first frame outside of lowbit for the user's.
+source_info_util.register_exclusion(_HERE)
+
+
+def user_line(eqn: JaxprEqn | None) -> tuple[str, int, str] | None:
+    """File, line and function in which the user wrote what became an equation."""
+    # JAX summarizes it as "file.py:12:34 (function)".
+    known = "" if eqn is None else source_info_util.summarize(eqn.source_info)
+    if found := re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", known):
+        return found[1], int(found[2]), found[3]
+    # An operator outside of `implicit` runs while the user's line does.
+    for frame in reversed(traceback.extract_stack()):
+        of_python = frame.filename.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in frame.filename
+        if not of_python and not frame.filename.startswith(_OURS):
+            return frame.filename, frame.lineno or 0, frame.name
+    return None
 
 
 # --- calls

@@ -3,6 +3,8 @@
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -18,6 +20,7 @@ from ._settings import Setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def implicit(fn: Callable[P, R]) -> Callable[P, R]:
@@ -50,7 +53,10 @@ def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`implicit(fn)(*args, **kwargs)`, where results may have work deferred (`ImplicitArray.resolved`)."""
     global trace_count
     trace_count += 1
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_implicit)
+    found, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_implicit)
+    leaves = [leaf for _, leaf in found]
+    # The first two keys are those of the argument.
+    paths = [jax.tree_util.keystr(path[2:], simple=True, separator="/") for path, _ in found]
     traced_at = [i for i, leaf in enumerate(leaves) if is_implicit(leaf) or _is_dense(leaf)]
     out_tree, static_outs, dense_at = None, [], []
 
@@ -58,7 +64,7 @@ def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal out_tree, static_outs, dense_at
         full = list(leaves)
         for i, x in zip(traced_at, traced, strict=True):
-            full[i] = capture(x) if is_implicit(x) else x
+            full[i] = capture(x, paths[i]) if is_implicit(x) else x
         args, kwargs = jax.tree.unflatten(tree, full)
         with _tracing(True):
             outs, out_tree = jax.tree.flatten(fn(*args, **kwargs))
@@ -68,7 +74,8 @@ def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     traced = [leaves[i] for i in traced_at]
     closed = jax.make_jaxpr(on_stand_ins)(traced)
-    results = interpret(_compat.opened(closed), jax.tree.leaves(traced))
+    with _set(_operand_paths, ()):
+        results = interpret(_compat.opened(closed), jax.tree.leaves(traced))
     outs = list(static_outs)
     for i, result in zip(dense_at, results, strict=True):
         outs[i] = result
@@ -87,13 +94,20 @@ def interpret(program: _compat.Program, args: Sequence[Any]) -> list[Any]:
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, Literal)}
     kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    paths = _paths_of(jaxpr.invars)
 
     def read(v: Any) -> Any:
         return v.val if isinstance(v, Literal) else values[v]
 
     for i, eqn in enumerate(jaxpr.eqns):
-        outs = _evaluate(eqn, [read(v) for v in eqn.invars])
+        operand_paths = [None if isinstance(v, Literal) else paths.get(v) for v in eqn.invars]
+        with _set(_equation, eqn), _set(_operand_paths, operand_paths):
+            outs = _evaluate(eqn, [read(v) for v in eqn.invars])
         values.update(zip(eqn.outvars, outs, strict=True))
+        # What was moved or cast is still the parameter that it was.
+        origin = eqn.params["path"] if eqn.primitive is capture_p else next(filter(None, operand_paths), None)
+        if origin:
+            paths.update((v, origin) for v, out in zip(eqn.outvars, outs, strict=True) if is_implicit(out))
         # Run eagerly, a model must not hold all its activations.
         for v in {v for v in eqn.invars if not isinstance(v, Literal)} - kept:
             if last_use[v] == i:
@@ -112,7 +126,8 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if outs is NotImplemented:
             for array in captured:  # which will materialize itself when it is lowered
                 _ask_policy(array, eqn.primitive)
-            return _compat.rebind(eqn, [go_dense(x, eqn.primitive) for x in operands])
+            at = zip(operands, _operand_paths.get(), strict=True)
+            return _compat.rebind(eqn, [go_dense(x, eqn.primitive, path) for x, path in at])
     outs = list(outs) if eqn.primitive.multiple_results else [outs]
     for out, var in zip(outs, eqn.outvars, strict=True):
         aval: Any = var.aval
@@ -139,18 +154,19 @@ def is_tracing() -> bool:
     return _tracing.value
 
 
-def capture(array: ImplicitArray) -> jax.Array:
-    """A dense stand-in, which `interpret` turns back into the array."""
+def capture(array: ImplicitArray, path: str = "") -> jax.Array:
+    """A dense stand-in, which `interpret` turns back into the array; `path` is its place in an argument."""
     parts, tree = jax.tree.flatten(array)
-    return capture_p.bind(*_compat.match_varying(parts), tree=tree)
+    return capture_p.bind(*_compat.match_varying(parts), tree=tree, path=path)
 
 
-def _materialize_parts(*parts: Any, tree: Any) -> jax.Array:
+def _materialize_parts(*parts: Any, tree: Any, path: str) -> jax.Array:
+    del path
     return dense(jax.tree.unflatten(tree, parts))
 
 
 @capture_p.def_abstract_eval
-def _(*parts: Any, tree: Any) -> Any:
+def _(*parts: Any, tree: Any, path: str) -> Any:
     array = jax.tree.unflatten(tree, parts)
     if not parts:
         return ShapedArray(array.shape, array.dtype)
@@ -160,22 +176,22 @@ def _(*parts: Any, tree: Any) -> Any:
     return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=sharding)
 
 
-def _capture_jvp(parts: Any, tangents: Any, *, tree: Any) -> Any:
+def _capture_jvp(parts: Any, tangents: Any, **params: Any) -> Any:
     live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
     def at(*varied: Any) -> jax.Array:
         moved = list(parts)
         for i, part in zip(live, varied, strict=True):
             moved[i] = part
-        return _materialize_parts(*moved, tree=tree)
+        return _materialize_parts(*moved, **params)
 
     _, tangent = jax.jvp(at, [parts[i] for i in live], [tangents[i] for i in live])
-    return capture_p.bind(*parts, tree=tree), tangent
+    return capture_p.bind(*parts, **params), tangent
 
 
-def _capture_batched(parts: Any, dims: Any, *, tree: Any) -> Any:
+def _capture_batched(parts: Any, dims: Any, **params: Any) -> Any:
     size = next(p.shape[d] for p, d in zip(parts, dims, strict=True) if d is not None)
-    return capture_p.bind(*(batching.bdim_at_front(p, d, size) for p, d in zip(parts, dims, strict=True)), tree=tree), 0
+    return capture_p.bind(*(batching.bdim_at_front(p, d, size) for p, d in zip(parts, dims, strict=True)), **params), 0
 
 
 capture_p.def_impl(_materialize_parts)
@@ -212,23 +228,46 @@ process.
 Traceback (most recent call last):
 TypeError: add has no rule for Array8B of shape (64, 32) (float32), so the whole array is made dense. The policy ...
 """
+# The equation that is run, and for each of its operands the path of the parameter that it was in an argument.
+_equation: ContextVar[JaxprEqn | None] = ContextVar("equation", default=None)
+_operand_paths: ContextVar[Sequence[str | None]] = ContextVar("operand_paths", default=())
+
+
+@contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def _paths_of(invars: Sequence[Any]) -> dict[Any, str]:
+    """The paths of a program's inputs, which are the operands of the equation that it belongs to."""
+    given = _operand_paths.get()
+    given = given[1:] if len(given) == len(invars) + 1 else given  # `cond` has a predicate before them
+    return {v: path for v, path in zip(invars, given, strict=True) if path} if len(given) == len(invars) else {}
+
+
 trace_count = 0  # how often `implicit` traced, for tests of caching
 _warned: set[tuple[str, type]] = set()
 
 
-def go_dense(x: Any, primitive: Primitive | str) -> Any:
+def go_dense(x: Any, primitive: Primitive | str, path: str | None = None) -> Any:
     """Make `x` dense because `primitive` has no rule for it, as the policy says; dense values pass."""
     if not isinstance(x, ImplicitArray):
         return x
-    _ask_policy(x, primitive)
+    _ask_policy(x, primitive, path)
     return dense(x)
 
 
-def _ask_policy(x: ImplicitArray, primitive: Primitive | str) -> None:
+def _ask_policy(x: ImplicitArray, primitive: Primitive | str, path: str | None = None) -> None:
     policy = materialization.value
+    line = _compat.user_line(_equation.get())
+    at = f" at {line[0]}:{line[1]}, in {line[2]}" if line else ""
     message = (
-        f"{primitive} has no rule for {type(x).__name__} of shape {x.shape} ({np.dtype(x.dtype).name}), "
-        "so the whole array is made dense."
+        f"{primitive} has no rule for {type(x).__name__} of shape {x.shape} ({np.dtype(x.dtype).name})"
+        f"{f', the parameter {path}' if path else ''}, so the whole array is made dense{at}."
     )
     if policy == "error":
         raise TypeError(
@@ -237,8 +276,8 @@ def _ask_policy(x: ImplicitArray, primitive: Primitive | str) -> None:
         )
     if policy == "warn" and x.warn_on_materialize and (str(primitive), type(x)) not in _warned:
         _warned.add((str(primitive), type(x)))
-        warnings.warn(
-            f"{message} materialization('allow') silences this, materialization('error') finds it.",
-            MaterializationWarning,
-            stacklevel=3,
-        )
+        message += " `with lowbit.materialization('allow'):` silences this warning, 'error' makes it an error."
+        if line:  # shown at the user's line
+            warnings.warn_explicit(message, MaterializationWarning, line[0], line[1])
+        else:
+            warnings.warn(message, MaterializationWarning, stacklevel=3)
