@@ -17,6 +17,7 @@ from test_transforms import DENSE, TOLERANCE
 
 import lowbit
 from lowbit import LoraArray, implicit
+from lowbit.models.patterns import leaf_path
 from lowbit.testing import dense_weights, equations
 
 KEY = jax.random.key(7)
@@ -233,7 +234,7 @@ def test_rules_choose_the_leaves() -> None:
         found = jax.tree_util.tree_leaves_with_path(
             lowbit.lora(params, rules, key=KEY), is_leaf=lambda x: isinstance(x, LoraArray)
         )
-        return {lowbit.tree.leaf_path(path): w.rank for path, w in found if isinstance(w, LoraArray)}
+        return {leaf_path(path): w.rank for path, w in found if isinstance(w, LoraArray)}
 
     assert ranks("*") == {"attn/q": 8, "up": 8}
     assert ranks("attn/*") == {"attn/q": 8}

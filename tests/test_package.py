@@ -71,6 +71,16 @@ def test_each_room_knows_what_it_may() -> None:
         assert "lowbit.formats" not in path.read_text() and "from .." not in path.read_text()
 
 
+def test_the_top_level_holds_rooms_and_the_one_entrance() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == {
+        "__init__.py",
+        "__main__.py",
+        "config.py",
+        "py.typed",
+        "testing.py",
+    }
+
+
 def blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import lowbit
 from lowbit.cli.app import app
 from lowbit.io.compare import compare
-from lowbit.report import Row
+from lowbit.models.report import Row
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

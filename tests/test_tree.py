@@ -14,7 +14,9 @@ from helpers import assert_close, assert_same_bits
 from jax import lax
 
 import lowbit
-from lowbit import QuantizationConfig, Rule, quantize_tree, tree
+from lowbit import QuantizationConfig, Rule, quantize_tree
+from lowbit.models import tree
+from lowbit.models.axes import axes_by_name
 
 
 def normal(*shape: int) -> jax.Array:
@@ -108,7 +110,7 @@ def test_rules_may_look_at_shape_and_dtype_and_set_axis_and_options() -> None:
     ],
 )
 def test_names_tell_the_axis(path: str, shape: tuple[int, ...], axes: Any) -> None:
-    assert lowbit.axes.axes_by_name(path, shape).axes == axes
+    assert axes_by_name(path, shape).axes == axes
 
 
 def test_ambiguous_leaves_are_kept_and_said_or_raise() -> None:

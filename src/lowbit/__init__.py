@@ -1,8 +1,9 @@
 """Low-bit arrays for JAX: weights in 8, 4, 2 or 1 bits that go on being arrays."""
 
 from . import rules as rules
-from .adapters import lora as lora
-from .adapters import merge as merge
+from .adapters.array import LoraArray as LoraArray
+from .adapters.tree import lora as lora
+from .adapters.tree import merge as merge
 from .config import QuantizationConfig as QuantizationConfig
 from .config import QuantizationType as QuantizationType
 from .config import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
@@ -25,10 +26,18 @@ from .io.safetensors import save as save
 from .kernels._table import compute as compute
 from .kernels._table import is_kernel_available as is_kernel_available
 from .kernels._table import use_kernel as use_kernel
-from .low_rank import LoraArray as LoraArray
-from .qat import learned_scales as learned_scales
-from .qat import straight_through_tree as straight_through_tree
-from .report import Report as Report
+from .models.partition import combine as combine
+from .models.partition import is_frozen as is_frozen
+from .models.partition import partition as partition
+from .models.partition import trainable as trainable
+from .models.patterns import Rule as Rule
+from .models.qat import learned_scales as learned_scales
+from .models.qat import straight_through_tree as straight_through_tree
+from .models.report import Report as Report
+from .models.sharding import shardings as shardings
+from .models.sharding import specs as specs
+from .models.tree import dequantize_tree as dequantize_tree
+from .models.tree import quantize_tree as quantize_tree
 from .runtime import ImplicitArray as ImplicitArray
 from .runtime import MaterializationWarning as MaterializationWarning
 from .runtime import aux_field as aux_field
@@ -38,12 +47,3 @@ from .runtime import materialize as materialize
 from .runtime import register as register
 from .runtime import ste as ste
 from .runtime import use_implicit as use_implicit
-from .sharding import shardings as shardings
-from .sharding import specs as specs
-from .tree import Rule as Rule
-from .tree import combine as combine
-from .tree import dequantize_tree as dequantize_tree
-from .tree import is_frozen as is_frozen
-from .tree import partition as partition
-from .tree import quantize_tree as quantize_tree
-from .tree import trainable as trainable

@@ -19,7 +19,7 @@ import typer
 
 from lowbit.formats import FORMATS
 from lowbit.io._checks import OptionNeeded
-from lowbit.tree import Rule
+from lowbit.models.patterns import Rule
 
 from .progress import counted, shown
 

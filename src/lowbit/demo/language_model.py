@@ -17,8 +17,8 @@ from lowbit import Report, quantize_tree, shardings
 from lowbit.io.convert import plain_fields
 from lowbit.io.gguf import GGUFFile
 from lowbit.io.source import Tensors, is_stored, open_tensors
+from lowbit.models.patterns import Rules
 from lowbit.runtime import implicit
-from lowbit.tree import Rules
 
 from . import llama
 from .llama import DENSE, Formats, LlamaConfig

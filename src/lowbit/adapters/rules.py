@@ -1,140 +1,19 @@
-"""LoraArray: a frozen array and a low-rank one that is trained, side by side. Every product with it is two."""
+"""Rules of LoraArray: a product with it is two, and what moves it moves its factors."""
 
-import dataclasses
 import math
 import string
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .runtime import ImplicitArray, aux_field, is_implicit, register
-from .runtime._array import dense
-from .runtime._interpret import run
+from lowbit.runtime import register
+from lowbit.runtime._array import dense
 
-# What an axis is to the factors: one of both, of `a`, of `b`.
-BOTH, OF_A, OF_B = "sab"
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class LoraArray(ImplicitArray):
-    """`base + scale * (a @ b)`, read as the dtype of `base`.
-
-    - `base`: quantized or dense, of the shape (*stack, *in, *out).
-    - `a`: (*stack, *in, rank), `b`: (*stack, rank, *out). Both are arrays of floats, for the optimizer.
-    - `inputs`: how many axes `in` has. The rest follows from the number of axes of each, so that a leading axis may
-      come and go.
-
-    `lowbit.lora` makes them for a whole model. After `lowbit.partition` one of the trees has the factors, with None for
-    the base, and the other the base alone.
-
-    >>> import jax.numpy as jnp, lowbit
-    >>> base = lowbit.quantize(jnp.ones((64, 32)), "int8")
-    >>> w = lowbit.LoraArray(base, a=jnp.ones((64, 2)), b=jnp.ones((2, 32)), scale=0.5)
-    >>> (jnp.ones((1, 64)) @ w)[0, 0], w.materialize()[0, 0]
-    (Array(128., dtype=float32), Array(2., dtype=float32))
-    """
-
-    base: Any
-    a: Any
-    b: Any
-    scale: float = aux_field(default=1.0)
-    inputs: int = aux_field(default=1)
-
-    def __post_init__(self) -> None:
-        shapes = self.base.shape, self.a.shape, self.b.shape
-        layers = len(self.a.shape) - 1 - self.inputs
-        if layers < 0 or self.b.ndim <= layers or self.a.shape[-1] != self.b.shape[layers] or self.shape != shapes[0]:
-            raise ValueError(
-                f"A LoraArray of a base of shape {shapes[0]} with {self.inputs} axis of inputs cannot have factors of "
-                f"the shapes {shapes[1]} and {shapes[2]}: they are (*stack, *in, rank) and (*stack, rank, *out)."
-            )
-
-    def replace(self, **changes: Any) -> Self:
-        """The same array with some fields changed, as `dataclasses.replace` but without a check."""
-        fields, static = self._fields()
-        new = object.__new__(type(self))
-        new.__dict__.update({name: getattr(self, name) for name in (*fields, *static)}, **changes)
-        return new
-
-    # --- what it is
-
-    @property
-    def layers(self) -> int:
-        """How many axes count layers: those that the base and both factors have in common."""
-        return len(self.a.shape) - 1 - self.inputs
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[-1]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.a is None or self.b is None:  # taken apart by `partition`
-            return tuple(self.base.shape)
-        return (*self.a.shape[:-1], *self.b.shape[self.layers + 1 :])
-
-    @property
-    def dtype(self) -> Any:
-        return (self.a if self.base is None else self.base).dtype
-
-    @property
-    def roles(self) -> str:
-        """For each axis, which of the factors has it."""
-        count = self.layers + self.inputs
-        return BOTH * self.layers + OF_A * self.inputs + OF_B * (len(self.shape) - count)
-
-    @property
-    def is_stack(self) -> bool:
-        return self.layers > 0
-
-    def resolved(self) -> Self:
-        return self.replace(base=self.base.resolved()) if is_implicit(self.base) else self
-
-    @property
-    def mT(self) -> Any:
-        if (self.inputs, len(self.shape) - self.layers) != (1, 2):
-            return super().mT
-        return self.replace(base=self.base.mT, a=self.b.mT, b=self.a.mT)
-
-    @property
-    def T(self) -> Any:
-        return self.mT if self.ndim == 2 else super().T
-
-    # --- back to numbers
-
-    def delta(self) -> jax.Array:
-        """`scale * (a @ b)`: what was learned, in the shape of the array."""
-        batch = tuple(range(self.layers))
-        return self.scale * lax.dot_general(self.a, self.b, (((self.a.ndim - 1,), (self.layers,)), (batch, batch)))
-
-    def materialize(self) -> jax.Array:
-        delta = self.delta()
-        wide = jnp.promote_types(self.dtype, delta.dtype)  # rounded once, after the sum
-        return (dense(_on(lambda base: base.astype(wide), self.base)) + delta).astype(self.dtype)
-
-    # --- sharding
-
-    def plain(self) -> Self:
-        return self.replace(base=self.base.plain()) if is_implicit(self.base) else self
-
-    def part_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        before, both = entries[: self.layers + self.inputs], entries[: self.layers]
-        return self.replace(
-            base=self.base.part_specs(spec, mesh) if is_implicit(self.base) else spec,
-            a=PartitionSpec(*before, None),
-            b=PartitionSpec(*both, None, *entries[len(before) :]),
-        )
-
-    def logical_spec(self) -> PartitionSpec | None:
-        if is_implicit(self.base):
-            return self.base.logical_spec()
-        return getattr(getattr(self.base, "sharding", None), "spec", None)
-
+from .array import BOTH, OF_A, OF_B, LoraArray, apply
 
 # --- products
 
@@ -198,17 +77,12 @@ def _product(
     if out_sharding is not None:
         specs["out_sharding"] = out_sharding
     delta = _einsum(few.astype(jnp.result_type(x, w.dtype)), far, between, out, w.dtype, precision=precision, **specs)
-    return _on(with_base, x, w.base) + delta.astype(dtype)
+    return apply(with_base, x, w.base) + delta.astype(dtype)
 
 
 def _einsum(x: Any, factor: Any, of_x: Any, out: Any, dtype: Any, **options: Any) -> jax.Array:
     array, letters = factor
     return jnp.einsum(f"{''.join(of_x)},{''.join(letters)}->{''.join(out)}", x, array.astype(dtype), **options)
-
-
-def _on(fn: Callable[..., Any], *operands: Any) -> Any:
-    """`fn` of operands that may be implicit; work may stay deferred."""
-    return run(fn, *operands) if any(map(is_implicit, operands)) else fn(*operands)
 
 
 @register("ragged_dot_general")
@@ -239,7 +113,7 @@ def _(
         )
 
     few = lax.ragged_dot(x, w.a.astype(w.dtype), group_sizes, precision=precision) * w.scale
-    y = _on(product, x, w.base)
+    y = apply(product, x, w.base)
     return y + product(few.astype(jnp.result_type(x, w.dtype)), w.b.astype(w.dtype)).astype(y.dtype)
 
 
@@ -266,7 +140,7 @@ def _moved(
         return move(factor, has, keeps)
 
     a, b = after(w.a, OF_A), after(jnp.moveaxis(w.b, w.layers, -1), OF_B)
-    base = _on(fn, w.base)
+    base = apply(fn, w.base)
     if not roles:  # one element
         return (dense(base) + w.scale * jnp.sum(a * b)).astype(w.dtype)
     if OF_B + OF_A in roles:  # W.T = b.T @ a.T
@@ -350,7 +224,7 @@ def _(w: LoraArray, *, sizes: Sequence[int], axis: int) -> Any:
         limits = [start + size if i == axis else n for i, n in enumerate(w.shape)]
         return lambda w: lax.slice(w, [start if i == axis else 0 for i in range(w.ndim)], limits)
 
-    return [_on(piece(sum(sizes[:i]), size), w) for i, size in enumerate(sizes)]
+    return [apply(piece(sum(sizes[:i]), size), w) for i, size in enumerate(sizes)]
 
 
 @register("gather")
@@ -375,7 +249,7 @@ def _(
         sizes = (1, *array.shape[1:])
         return lax.gather(array, indices, dims, sizes, mode=mode, fill_value=fill_value, **hints)
 
-    base = _on(lambda base: taken(base, fill_value), w.base)
+    base = apply(lambda base: taken(base, fill_value), w.base)
     a = taken(w.a, 0)  # nothing is added to what is out of bounds
     if w.is_stack:
         return LoraArray(base, a, taken(w.b, 0), w.scale, w.inputs)
@@ -387,4 +261,4 @@ def _(w: LoraArray, *, new_dtype: Any, weak_type: bool = False, sharding: Any = 
     del weak_type, sharding  # weak types are for scalars; the sharding follows from the parts
     if not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented
-    return w.replace(base=_on(lambda base: lax.convert_element_type(base, new_dtype), w.base))
+    return w.replace(base=apply(lambda base: lax.convert_element_type(base, new_dtype), w.base))

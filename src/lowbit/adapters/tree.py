@@ -11,11 +11,15 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from .axes import Found, axes_by_name, axes_by_program
-from .formats import QuantizedArray
-from .low_rank import LoraArray
-from .runtime import is_implicit
-from .tree import SMALL, Rule, Rules, leaf_path, no_match, plan, quantized
+from lowbit.formats import QuantizedArray
+from lowbit.models.axes import Found, axes_by_name, axes_by_program
+from lowbit.models.patterns import Rule, Rules, leaf_path, no_match
+from lowbit.models.plan import SMALL, plan
+from lowbit.models.tree import quantized
+from lowbit.runtime import is_implicit
+
+from . import rules as rules  # registers how primitives act on the arrays made here
+from .array import LoraArray
 
 T = TypeVar("T")
 

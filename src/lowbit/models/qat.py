@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from .config import quantize, straight_through
-from .tree import Rules, naming, plan_tree
+from lowbit.config import quantize, straight_through
+
+from .patterns import Rules, naming
+from .plan import plan_tree
 
 T = TypeVar("T")
 

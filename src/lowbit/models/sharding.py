@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from .formats._quantized import check_pieces
-from .runtime import is_implicit
-from .runtime._compat import mesh_in_context
-from .tree import leaf_path
+from lowbit.formats._quantized import check_pieces
+from lowbit.runtime import is_implicit
+from lowbit.runtime._compat import mesh_in_context
+
+from .patterns import leaf_path
 
 
 def specs(tree: Any, logical: Any) -> Any:

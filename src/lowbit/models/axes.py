@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .runtime import _compat, implicit, is_implicit
+from lowbit.runtime import _compat, implicit, is_implicit
 
 # The last name of a path, or a pattern for all of it, and the axis it contracts. Embeddings are stored by row.
 NAMES: tuple[tuple[str, int, str], ...] = (

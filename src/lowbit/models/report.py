@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from typing import Any
 
+from lowbit.runtime import is_implicit
+
 from .histogram import Histogram
+from .plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,13 +159,25 @@ class Report:
         text = json.dumps(data, allow_nan=False, separators=(",", ":"))
         for character in "<>&":
             text = text.replace(character, f"\\u{ord(character):04x}")
-        page = files("lowbit").joinpath("report.html").read_text("utf-8")
+        page = files("lowbit.models").joinpath("report.html").read_text("utf-8")
         return page.replace(">DATA<", f">{text}<")
 
     def _repr_html_(self) -> str:
         # A frame, so that neither the notebook nor another report meets the page's style and names.
         page = html.escape(self.to_html())
         return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width:100%;height:42rem;border:0"></iframe>'
+
+
+def row(path: str, before: Any, after: Any, plan: Plan, error: float | None) -> Row:
+    """The row of the report for a leaf as it was and as it is now."""
+    sizes = [int(x.nbytes) if is_implicit(x) else math.prod(x.shape) * x.dtype.itemsize for x in (before, after)]
+    name, axis = (None, None) if plan.config is None else (str(plan.config.dtype), plan.config.axis)
+    return Row(path, tuple(before.shape), str(before.dtype), name, axis, sizes[0], sizes[1], error, plan.why)
+
+
+def relative_error(lost: float, size: float) -> float:
+    """The error of a row of the report, from the sums of `squares`."""
+    return math.sqrt(lost / size) if size > 0 else math.sqrt(lost)
 
 
 def worst(rows: Iterable[Row], count: int) -> list[Row]:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .formats import QuantizedArray
-from .formats._blocks import spread
+from lowbit.formats import QuantizedArray
+from lowbit.formats._blocks import spread
 
 BINS = 64
 _SAMPLE = 1 << 20  # levels are read off so many weights

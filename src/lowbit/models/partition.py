@@ -1,0 +1,109 @@
+"""Which leaves of a model are trained: take them apart, and put them together again."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowbit.adapters.array import LoraArray
+from lowbit.formats import QuantizedArray
+
+from .patterns import Rule, leaf_path, no_match
+
+
+def is_frozen(x: Any) -> bool:
+    """Whether `x` cannot be trained: a quantized array as a whole, or an array without a derivative.
+
+    For `is_leaf` too: containers are not frozen, what is in them may be. Of all that could be trained, `trainable` says
+    what is.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8), "step": jnp.int32(0)}
+    >>> jax.tree.map(lowbit.is_frozen, params, is_leaf=lowbit.is_frozen)  # an optax mask, but for a `not`
+    {'b': False, 'step': True, 'w': True}
+    """
+    return isinstance(x, QuantizedArray) or (hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
+    """Which leaves are trained: a tree of True and False, as a mask for optax or a filter for Equinox.
+
+    - Where there are adapters (`lora`), they alone are trained. Otherwise all arrays of floating-point numbers are.
+    - `train`: patterns, as in a `Rule`, of the leaves to train instead. Adapters are trained in any case.
+
+    One False stands for all parts of a quantized array.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 32))), "b": jnp.zeros(32)}
+    >>> lowbit.trainable(params)
+    {'b': True, 'w': False}
+    >>> params = lowbit.lora(params, "w", key=jax.random.key(0))
+    >>> lowbit.trainable(params)["b"], lowbit.trainable(params, train="b")["b"]
+    (False, True)
+    """
+    patterns = None if train is None else [Rule(p, None) for p in ([train] if isinstance(train, str) else train)]
+    found, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_frozen(x) or isinstance(x, LoraArray)
+    )
+    adapted = any(isinstance(leaf, LoraArray) for _, leaf in found)
+    used: set[str] = set()
+
+    def chosen(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, LoraArray):
+            return leaf.replace(base=False, a=True, b=True)
+        if patterns is None:
+            return hasattr(leaf, "dtype") and not is_frozen(leaf) and not adapted
+        matching = {rule.pattern for rule in patterns if hasattr(leaf, "dtype") and rule.matches(path, leaf)}
+        used.update(matching)
+        if matching and is_frozen(leaf):
+            kind = type(leaf).__name__ if isinstance(leaf, QuantizedArray) else f"an array of {leaf.dtype}"
+            raise ValueError(f"train={sorted(matching)[0]!r} matches {path}, which is {kind} and cannot be trained.")
+        return bool(matching)
+
+    mask = [chosen(leaf_path(path), leaf) for path, leaf in found]
+    unused = [rule.pattern for rule in patterns or () if rule.pattern not in used]
+    if unused:
+        raise ValueError(no_match(unused, [leaf_path(path) for path, _ in found]))
+    return jax.tree.unflatten(structure, mask)
+
+
+def partition(tree: Any, train: str | Iterable[str] | None = None) -> tuple[Any, Any]:
+    """The trainable and the frozen leaves, each in a tree of the same structure with None in the other's places.
+
+    Trainable are the adapters, where `lora` has put some, and else all arrays of floating-point numbers; `train` has
+    patterns for others (see `trainable`). The rest is frozen: quantized arrays, integers, and whatever a model holds
+    beside its arrays. `jax.grad` and optimizers see the trainable tree only, so no step changes a stored bit or scale.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8)}
+    >>> trainable, frozen = lowbit.partition(params)
+    >>> loss = lambda trainable, x: (x @ (p := lowbit.combine(trainable, frozen))["w"] + p["b"]).sum()
+    >>> jax.grad(loss)(trainable, jnp.ones((2, 64)))
+    {'b': Array([2., 2., 2., 2., 2., 2., 2., 2.], dtype=float32), 'w': None}
+    """
+    mask = trainable(tree, train)
+    return (
+        jax.tree.map(lambda chosen, leaf: leaf if chosen else None, mask, tree),
+        jax.tree.map(lambda chosen, leaf: None if chosen else leaf, mask, tree),
+    )
+
+
+def combine(trainable: Any, frozen: Any) -> Any:
+    """The tree that `partition` took apart; the trainable part may have changed in between.
+
+    >>> import jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8)}
+    >>> lowbit.combine(*lowbit.partition(params))["w"] is params["w"]
+    True
+    """
+
+    def choose(path: Any, t: Any, f: Any) -> Any:
+        if t is not None and f is not None:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"combine: {name or 'the tree'} is in both trees; each leaf belongs to one, None to the other."
+            )
+        return f if t is None else t
+
+    return jax.tree_util.tree_map_with_path(choose, trainable, frozen, is_leaf=lambda x: x is None or is_frozen(x))
