@@ -67,7 +67,7 @@ def test_the_page_has_the_rows_and_the_totals() -> None:
     found = data(report.to_html("A title"))
     assert found["rows"] == json.loads(json.dumps(report.as_dicts())) and len(found["rows"]) == 4
     assert found["totals"] == {"before": report.before, "after": report.after, "size": report.size}
-    assert found["title"] == "A title" and found["notes"] == ["The rule 'missing' matched no leaf."]
+    assert found["title"] == "A title" and found["notes"] == ["The pattern 'missing' matched no leaf."]
     assert [x["path"] for x in found["histograms"]] == ["layers/0/kernel", "layers/2/kernel"]
     assert all(len(x["counts"]) == 64 and sum(x["counts"]) == 2048 for x in found["histograms"])
     assert data(quantized().to_html())["histograms"] == []

@@ -1,7 +1,7 @@
 """Which leaves of a model are trained: take them apart, and put them together again."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from lowbit.adapters.array import LoraArray
 from lowbit.formats import QuantizedArray
 
 from .patterns import Rule, leaf_path, no_match
+
+T = TypeVar("T")
 
 
 def is_frozen(x: Any) -> bool:
@@ -68,7 +70,7 @@ def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
     return jax.tree.unflatten(structure, mask)
 
 
-def partition(tree: Any, train: str | Iterable[str] | None = None) -> tuple[Any, Any]:
+def partition(tree: T, train: str | Iterable[str] | None = None) -> tuple[T, T]:
     """The trainable and the frozen leaves, each in a tree of the same structure with None in the other's places.
 
     Trainable are the adapters, where `lora` has put some, and else all arrays of floating-point numbers; `train` has
@@ -89,7 +91,7 @@ def partition(tree: Any, train: str | Iterable[str] | None = None) -> tuple[Any,
     )
 
 
-def combine(trainable: Any, frozen: Any) -> Any:
+def combine(trainable: T, frozen: T) -> T:
     """The tree that `partition` took apart; the trainable part may have changed in between.
 
     >>> import jax.numpy as jnp, lowbit

@@ -1,4 +1,4 @@
-"""What `quantize_tree` will do to each leaf of a tree, found from paths, shapes and the program alone."""
+"""What `quantize_tree` will do to each leaf, found from paths, shapes and the program alone."""
 
 import dataclasses
 import math
@@ -15,24 +15,34 @@ from lowbit.formats import QuantizedArray
 from lowbit.runtime import is_implicit
 
 from .axes import Found, axes_by_name, axes_by_program
-from .patterns import Rule, Rules, leaf_path, no_match, ordered_rules
+from .patterns import Rule, Rules, first_matches, is_array, leaf_path, no_match, ordered_rules
 
-# Fewer elements are not worth it, unless a rule says so.
+# Smaller arrays are kept dense, unless a pattern names them.
 SMALL = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to do with a leaf: the config to quantize it by, or None to keep it; and why.
+    """What `quantize_tree` will do to a leaf: the config to quantize it by, or None to keep it; and why.
 
-    - `refused`: it is kept although a rule asked for more.
-    - `unknown`: it is kept because the contracted axis is not known.
+    - `refused`: it is kept although a pattern asked for a format.
+    - `unknown`: it is kept because its contracted axis is not known.
     """
 
     config: QuantizationConfig | None
     why: str
     refused: bool = False
     unknown: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLeaf:
+    """An array of a tree: its place among the leaves, its path, its plan, and its learned scale if there is one."""
+
+    place: int
+    path: str
+    plan: Plan
+    scale: Any = None
 
 
 def plan_tree(
@@ -44,31 +54,32 @@ def plan_tree(
     strict: bool,
     scales: Any = None,
     simulated: bool = False,
-) -> tuple[Any, list[Any], list[tuple[int, str, Plan, Any]], tuple[str, ...]]:
-    """What the rules mean for a tree: its structure and leaves; place, path, plan and learned scale of each array.
+) -> tuple[Any, list[Any], list[PlannedLeaf], tuple[str, ...]]:
+    """Plan a tree: its structure, its leaves, the plan of each array, and the patterns that matched no leaf.
 
-    Last, the patterns that matched none. It depends on paths, shapes and the program alone. `simulated` as for `plan`.
+    `simulated` as for `plan`.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
     paths, leaves = [leaf_path(path) for path, _ in found], [leaf for _, leaf in found]
-    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     uses = axes_by_program(fn, leaves, partial(jax.tree.unflatten, structure), tuple(args)) if fn else None
     wanted = [(paths[i], leaves[i], uses[i] if uses else None) for i in arrays]
     plans, unmatched = plan(rules, wanted, strict=strict, simulated=simulated)
     given = [None] * len(leaves) if scales is None else structure.flatten_up_to(scales)
-    for i, planned in zip(arrays, plans, strict=True):
-        if scales is not None and (given[i] is None) != (planned.config is None):
+    planned = [PlannedLeaf(i, paths[i], plan, given[i]) for i, plan in zip(arrays, plans, strict=True)]
+    for leaf in planned if scales is not None else ():
+        if (leaf.scale is None) != (leaf.plan.config is None):
             raise ValueError(
-                f"scales {'lacks' if given[i] is None else 'has'} {paths[i]}, which the rules "
-                f"{'keep' if planned.config is None else 'quantize'}: make it by learned_scales with the same rules."
+                f"scales {'lacks' if leaf.scale is None else 'has'} {leaf.path}, which the patterns "
+                f"{'keep' if leaf.plan.config is None else 'quantize'}: make it by learned_scales with the same rules."
             )
-    return structure, leaves, [(i, paths[i], p, given[i]) for i, p in zip(arrays, plans, strict=True)], unmatched
+    return structure, leaves, planned, unmatched
 
 
 def plan(
     rules: Rules, leaves: Sequence[tuple[str, Any, Found | None]], *, strict: bool, simulated: bool = False
 ) -> tuple[list[Plan], tuple[str, ...]]:
-    """What the rules mean for each leaf, given with its path and its use; and the patterns that matched none.
+    """Plan leaves, each given with its path and how it is used; also the patterns that matched no leaf.
 
     `simulated`: the caller makes dense leaves, so `simulate=True` in a config is accepted. Otherwise it raises.
     """
@@ -79,20 +90,14 @@ def plan(
                 f"The pattern {rule.pattern!r} has a config with simulate=True, which stores nothing. To "
                 "quantize, pass simulate=False; to simulate, call straight_through_tree with the same config."
             )
-    by_rule: dict[int, list[int]] = {}  # each rule's leaves
-    for i, (path, leaf, _) in enumerate(leaves):
-        chosen = next((r for r, rule in enumerate(ordered) if rule.matches(path, leaf)), None)
-        if chosen is not None:
-            by_rule.setdefault(chosen, []).append(i)
-    unmatched = tuple(rule.pattern for r, rule in enumerate(ordered) if r not in by_rule)
+    by_rule, unmatched = first_matches(ordered, [(path, leaf) for path, leaf, _ in leaves])
     if strict and unmatched:
         raise ValueError(no_match(unmatched, [path for path, *_ in leaves]))
-    plans = dict.fromkeys(range(len(leaves)), _kept("no rule matches"))
+    plans = dict.fromkeys(range(len(leaves)), _kept("no pattern matches"))
     for r, members in by_rule.items():
         plans |= _plans(ordered[r], {i: leaves[i] for i in members})
-    refused = [f"{leaves[i][0]}: {plans[i].why}" for i in plans if plans[i].refused]
-    if strict and refused:
-        raise ValueError("Could not quantize as asked: " + "; ".join(refused) + ".")
+    if strict and (refused := [f"{leaves[i][0]}: {plan.why}" for i, plan in plans.items() if plan.refused]):
+        raise ValueError(f"Could not quantize as asked: {'; '.join(refused)}.")
     return list(plans.values()), unmatched
 
 
@@ -101,43 +106,51 @@ def _kept(why: str, *, refused: bool = False, unknown: bool = False) -> Plan:
 
 
 def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> dict[int, Plan]:
-    """What a rule means for the leaves it matches."""
-    config = rule.config
-    if config is None:
-        return {i: _kept(f"the rule {rule.pattern!r}") for i in members}
-    plans: dict[int, Plan] = {}
-    seen: dict[int, Found] = {}
-    for i, (path, leaf, used) in members.items():
-        if isinstance(leaf, QuantizedArray):
-            plans[i] = _kept(f"quantized already, as {type(leaf).__name__}", refused=not rule.is_default)
-        elif isinstance(leaf, LoraArray):
-            plans[i] = _kept("it has an adapter", refused=not rule.is_default)
-        elif is_implicit(leaf):
-            plans[i] = _kept(f"implicit already, as {type(leaf).__name__}", refused=not rule.is_default)
-        elif not jnp.issubdtype(leaf.dtype, jnp.floating):
-            plans[i] = _kept(f"its dtype is {leaf.dtype}", refused=not rule.is_default)
-        else:
-            named = axes_by_name(path, leaf.shape)
-            by_name = used is None or (not used.told and named.axes is not None)
-            # A program may act on a norm as it likes, and is not asked about a vector.
-            by_name |= named.vector and (len(leaf.shape) < 2 or (used is not None and used.axes is None))
-            seen[i] = named if used is None or by_name else used
-    vectors_alone = all(found.vector for found in seen.values())
-    for i, found in seen.items():
-        shape = members[i][1].shape
-        no_weight = found.vector or not found.multiplied
-        if config.axis is not None and not (no_weight and rule.is_default):
-            plans[i] = Plan(config, "rule")
-        elif found.vector and (rule.is_default or not vectors_alone or not shape):
-            plans[i] = _kept(found.how)
-        elif found.vector:
-            plans[i] = Plan(dataclasses.replace(config, axis=-1), f"rule: {rule.pattern}")
-        elif rule.is_default and math.prod(shape) < SMALL:
-            plans[i] = _kept(f"fewer than {SMALL:,} elements")
-        elif found.axes is None:
-            plans[i] = _kept(found.how, refused=found.multiplied or not rule.is_default, unknown=found.multiplied)
-        else:
-            one = config.format.blocked or config.block_size is not None
-            axis = found.axes[-1] if one or len(found.axes) == 1 else found.axes
-            plans[i] = Plan(dataclasses.replace(config, axis=axis), found.how)
-    return plans
+    """The plans of the leaves that a rule matches."""
+    if rule.config is None:
+        return {i: _kept(f"the pattern {rule.pattern!r}") for i in members}
+    plans = {
+        i: _kept(reason, refused=not rule.is_default)
+        for i, (_, leaf, _) in members.items()
+        if (reason := _not_a_dense_weight(leaf))
+    }
+    uses = {i: _use(*member) for i, member in members.items() if i not in plans}
+    vectors_alone = all(use.vector for use in uses.values())
+    return plans | {i: _plan(rule, rule.config, members[i][1].shape, use, vectors_alone) for i, use in uses.items()}
+
+
+def _not_a_dense_weight(leaf: Any) -> str | None:
+    """Why a leaf cannot be quantized whatever its use: it is stored in some form already, or holds no floats."""
+    if isinstance(leaf, QuantizedArray):
+        return f"quantized already, as {type(leaf).__name__}"
+    if isinstance(leaf, LoraArray):
+        return "it has an adapter"
+    if is_implicit(leaf):
+        return f"implicit already, as {type(leaf).__name__}"
+    return None if jnp.issubdtype(leaf.dtype, jnp.floating) else f"its dtype is {leaf.dtype}"
+
+
+def _use(path: str, leaf: Any, used: Found | None) -> Found:
+    """How a leaf is used: by the program where that tells, by its name otherwise."""
+    named = axes_by_name(path, leaf.shape)
+    by_name = used is None or (not used.told and named.axes is not None)
+    # A program may reshape a norm in any way, so its name decides; a vector has no axis to choose.
+    by_name |= named.vector and (len(leaf.shape) < 2 or (used is not None and used.axes is None))
+    return named if used is None or by_name else used
+
+
+def _plan(rule: Rule, config: QuantizationConfig, shape: Sequence[int], use: Found, vectors_alone: bool) -> Plan:
+    """The plan of a leaf of floats. A vector is quantized only by a pattern that matches vectors alone."""
+    if config.axis is not None and not (rule.is_default and (use.vector or not use.multiplied)):
+        return Plan(config, "the pattern's axis")
+    if use.vector and (rule.is_default or not vectors_alone or not shape):
+        return _kept(use.how)
+    if use.vector:
+        return Plan(dataclasses.replace(config, axis=-1), f"the pattern {rule.pattern!r}")
+    if rule.is_default and math.prod(shape) < SMALL:
+        return _kept(f"fewer than {SMALL:,} elements")
+    if use.axes is None:
+        return _kept(use.how, refused=use.multiplied or not rule.is_default, unknown=use.multiplied)
+    one = config.format.blocked or config.block_size is not None
+    axis = use.axes[-1] if one or len(use.axes) == 1 else use.axes
+    return Plan(dataclasses.replace(config, axis=axis), use.how)

@@ -1,11 +1,9 @@
-"""Quantize whole models, and make them dense again."""
+"""Quantize whole models, and dequantize them."""
 
 import dataclasses
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,8 +17,8 @@ from lowbit.runtime import is_implicit, materialize
 
 from .histogram import histogram
 from .patterns import Rules, naming, ordered_rules
-from .plan import SMALL, Plan, plan_tree
-from .report import Report, relative_error, row, worst
+from .plan import SMALL, PlannedLeaf, plan_tree
+from .report import Report, Row, array_bytes, relative_error, row, worst
 
 T = TypeVar("T")
 
@@ -34,24 +32,28 @@ def quantize_tree(
     strict: bool = False,
     scales: Any = None,
     histograms: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[T, Report]:
-    """The parameters of a model with its weights quantized, and a report on every leaf.
+    """Quantize the weights of a model: a tree of the same structure, and a report with a row for every leaf.
 
     - `rules`: the name of a format or a `QuantizationConfig` for all weights; or patterns over paths, in order, as a
-      dict or as `Rule`s: the first that matches a leaf decides, and what none matches is kept.
-    - `fn`, `args`: a program of the model, `fn(params, *args)`, from which it is read which axis of each leaf is
-      contracted and what is looked up. It is traced, not run, and `args` may be `jax.ShapeDtypeStruct`s. Without it
-      the names of the leaves tell (`kernel` is (in, out), `weight` is (out, in), embeddings go by row). An axis in a
-      rule's config wins over both.
-    - `strict`: raise where a rule matched nothing, or a leaf could not be quantized as a rule asked.
-    - `scales`: a tree of `learned_scales`, to round by and to store in place of those that fit the weights.
-    - `histograms`: of how many of the worst leaves the report has one, for its page. Each costs a pass over the leaf.
+      dict or as `Rule` objects. The first pattern that matches a leaf decides; a leaf that none matches is kept.
+    - `fn`, `args`: a call of the model, `fn(params, *args)`. It is traced, not run, to see which axis of each leaf is
+      contracted and which leaves are looked up by row; `args` may be `jax.ShapeDtypeStruct`s. Without it the names of
+      the leaves decide (`kernel` is (in, out), `weight` is (out, in), embeddings go by row). An axis in a pattern's
+      config takes precedence over both.
+    - `strict`: raise if a pattern matches no leaf, or a leaf cannot be quantized as its pattern asks. By default the
+      report tells.
+    - `scales`: a tree from `learned_scales`, to round by and to store instead of scales computed from the weights.
+    - `histograms`: how many of the leaves with the largest errors get a histogram in the report. Each costs a pass
+      over the leaf.
+    - `progress`: called as `progress(done, total)`, in bytes of the leaves given, at the start and after each leaf.
 
-    A format for all weights, or the pattern `*`, leaves norms, biases and arrays of fewer than 1,024 elements as they
-    are. Any other pattern means what it matches, whatever its size; a vector only if it matches vectors alone. The
-    report says why a leaf was kept. If nothing is quantized, or more than half of the bytes of large weights stay dense
-    since their contracted axis is not known, a `UserWarning` says so. `params` may be `ShapeDtypeStruct`s, for a plan
-    without the weights.
+    A format for all weights, or the pattern `*`, keeps norms, biases and arrays of fewer than 1,024 elements. Any other
+    pattern applies to whatever it matches, whatever its size; to vectors only if it matches nothing else. The report
+    says why a leaf was kept. A `UserWarning` is issued if nothing is quantized, or if more than half of the bytes of
+    large arrays stay dense because their contracted axis is not known. `params` may be `jax.ShapeDtypeStruct`s, to plan
+    a model without its weights.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"embed": jnp.ones((512, 64)), "up": {"kernel": jnp.ones((64, 256)), "bias": jnp.ones(256)}}
@@ -60,32 +62,20 @@ def quantize_tree(
     [('embed', 'int8', -1), ('up/bias', None, None), ('up/kernel', 'nf4', -2)]
     """
     rules = ordered_rules(rules)
-    structure, leaves, planned_leaves, unmatched = plan_tree(params, rules, fn, args, strict=strict, scales=scales)
+    structure, leaves, planned, unmatched = plan_tree(params, rules, fn, args, strict=strict, scales=scales)
     if any(rule.config is not None for rule in rules):
-        _warn_of_dense_leaves(leaves, [(path, leaves[i], planned) for i, path, planned, _ in planned_leaves])
-    before, rows, done = list(leaves), [], {}
-    _ = worst(rows, histograms)  # a wrong number is an error before any work is done
-    for i, path, planned, scale in _with_progress(planned_leaves, "quantizing"):
-        leaf, config = leaves[i], planned.config
-        # Arrays that are tied stay so, if the same is to be done with them.
-        ties = done.setdefault((id(leaf), id(scale)), {})
-        tied = ties[config][0] if config in ties else None
-        if tied is None:
-            stored = (leaf, None) if config is None else quantized(path, leaf, config, scale)
-            why = f"{planned.why}; no longer tied to {next(iter(ties.values()))[0]}" if ties else planned.why
-            ties[config] = path, *stored
-            planned = dataclasses.replace(planned, why=why)
-        _, leaves[i], error = ties[config]
-        rows.append(dataclasses.replace(row(path, leaf, leaves[i], planned, error), tied=tied))
-    place = {path: i for i, path, *_ in planned_leaves}
-    chosen = [(row.path, before[place[row.path]], leaves[place[row.path]]) for row in worst(rows, histograms)]
-    # What lies on another process's devices cannot be counted here.
-    counted = tuple(histogram(*leaf) for leaf in chosen if getattr(leaf[1], "is_fully_addressable", True))
-    return jax.tree.unflatten(structure, leaves), Report(tuple(rows), unmatched, counted)
+        _warn_of_dense_leaves(leaves, planned)
+    _ = worst((), histograms)  # raises for a bad number before any work is done
+    stored, rows = _quantize_leaves(leaves, planned, progress)
+    places = {leaf.path: leaf.place for leaf in planned}
+    shown = [(row.path, leaves[places[row.path]], stored[places[row.path]]) for row in worst(rows, histograms)]
+    # A process cannot count the values on the devices of another one.
+    counted = tuple(histogram(*leaf) for leaf in shown if getattr(leaf[1], "is_fully_addressable", True))
+    return jax.tree.unflatten(structure, stored), Report(tuple(rows), unmatched, counted)
 
 
 def dequantize_tree(params: T) -> T:
-    """The parameters with every quantized leaf dense again.
+    """Make every quantized leaf of a tree dense.
 
     >>> import jax.numpy as jnp, lowbit
     >>> params, _ = lowbit.quantize_tree({"kernel": jnp.ones((64, 32))}, "int8")
@@ -96,24 +86,51 @@ def dequantize_tree(params: T) -> T:
 
 
 def quantized(path: str, leaf: Any, config: QuantizationConfig, scale: Any = None) -> tuple[Any, float | None]:
-    """A leaf in its format, and the error that makes where there are numbers to compare."""
+    """Quantize a leaf; also the relative error, or None under a trace and for a `jax.ShapeDtypeStruct`."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.eval_shape(partial(quantize, config=config), leaf), None
     with naming(path):
         stored = quantize(leaf, config, scale=scale)
-    traced = any(isinstance(part, Tracer) for part in jax.tree.leaves(stored))
+    traced = any(isinstance(component, Tracer) for component in jax.tree.leaves(stored))
     return stored, None if traced else relative_error(*map(float, _squares(stored, leaf)))
 
 
 _squares = jax.jit(lambda stored, array: [jnp.sum(rows) for rows in squares(stored, array)])
 
 
-def _warn_of_dense_leaves(leaves: Sequence[Any], planned: Sequence[tuple[str, Any, Plan]]) -> None:
-    """Warn once if nothing, or too little, is quantized, and say what to do."""
-    large = [(path, leaf, plan) for path, leaf, plan in planned if _is_large(leaf)]
-    unknown = [(path, leaf, plan) for path, leaf, plan in large if plan.unknown]
-    lost, total = (sum(math.prod(x.shape) * x.dtype.itemsize for _, x, _ in some) for some in (unknown, large))
-    if any(plan.config is not None or is_implicit(leaf) for _, leaf, plan in planned):
+def _quantize_leaves(
+    leaves: Sequence[Any], planned: Sequence[PlannedLeaf], progress: Callable[[int, int], None] | None
+) -> tuple[list[Any], list[Row]]:
+    """The leaves as planned, and their rows. Leaves that are the same array stay so if their plans are equal."""
+    stored, rows = list(leaves), []
+    done, total = 0, sum(array_bytes(leaves[leaf.place]) for leaf in planned)
+    results: dict[Any, dict[Any, Any]] = {}  # by array and scale, then by config: path, stored array, error
+    if progress is not None:
+        progress(done, total)
+    for leaf in planned:
+        array, plan = leaves[leaf.place], leaf.plan
+        same = results.setdefault((id(array), id(leaf.scale)), {})
+        tied = same[plan.config][0] if plan.config in same else None
+        if tied is None:
+            if same:
+                plan = dataclasses.replace(plan, why=f"{plan.why}; no longer tied to {next(iter(same.values()))[0]}")
+            config = plan.config
+            result = (array, None) if config is None else quantized(leaf.path, array, config, leaf.scale)
+            same[config] = leaf.path, *result
+        _, stored[leaf.place], error = same[plan.config]
+        rows.append(dataclasses.replace(row(leaf.path, array, stored[leaf.place], plan, error), tied=tied))
+        done += array_bytes(array)
+        if progress is not None:
+            progress(done, total)
+    return stored, rows
+
+
+def _warn_of_dense_leaves(leaves: Sequence[Any], planned: Sequence[PlannedLeaf]) -> None:
+    """Warn if nothing is quantized, or more than half of the bytes of large arrays have no known axis."""
+    large = [leaf for leaf in planned if _is_large(leaves[leaf.place])]
+    unknown = [leaf for leaf in large if leaf.plan.unknown]
+    lost, total = (sum(array_bytes(leaves[leaf.place]) for leaf in some) for some in (unknown, large))
+    if any(leaf.plan.config is not None or is_implicit(leaves[leaf.place]) for leaf in planned):
         if 2 * lost <= total:
             return
         said = f"keeps {lost:,} of the {total:,} bytes of large arrays dense, since their contracted axis is not known"
@@ -122,7 +139,7 @@ def _warn_of_dense_leaves(leaves: Sequence[Any], planned: Sequence[tuple[str, An
     else:
         said = f"finds no array among the {len(leaves)} leaves of the tree"
     shown = unknown or planned
-    first = [f"{path} ({plan.why})" for path, _, plan in shown[:3]] + ["..."] * (len(shown) > 3)
+    first = [f"{leaf.path} ({leaf.plan.why})" for leaf in shown[:3]] + ["..."] * (len(shown) > 3)
     warnings.warn(
         f"quantize_tree {said}{': ' * bool(first)}{'; '.join(first)}. Pass fn= and args=, a call of the model that "
         "tells which axis of each weight is contracted, or patterns with a QuantizationConfig that has an axis.",
@@ -131,31 +148,5 @@ def _warn_of_dense_leaves(leaves: Sequence[Any], planned: Sequence[tuple[str, An
 
 
 def _is_large(leaf: Any) -> bool:
-    """Whether an array is large enough to be worth quantizing: many floats, on more than one axis."""
+    """Whether an array is worth quantizing: floats, on more than one axis, and many of them."""
     return len(leaf.shape) > 1 and math.prod(leaf.shape) >= SMALL and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _with_progress(items: Sequence[T], doing: str) -> Iterator[T]:
-    """The items, with a bar on the terminal if they take longer than a second and rich is installed."""
-    start = time.monotonic()
-    with ExitStack() as stack:
-        bar = task = None
-        for done, item in enumerate(items):
-            if bar is None and time.monotonic() - start > 1:
-                bar, task = _bar(stack, doing, len(items))
-            if bar is not None:
-                bar.update(task, completed=done)
-            yield item
-
-
-def _bar(stack: ExitStack, doing: str, total: int) -> tuple[Any, Any]:
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        return None, None
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return None, None
-    bar = stack.enter_context(Progress(console=console, transient=True))
-    return bar, bar.add_task(doing, total=total)
