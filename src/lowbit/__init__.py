@@ -1,6 +1,7 @@
 """Low-bit arrays for JAX: weights in 8, 4, 2 or 1 bits that go on being arrays."""
 
 from . import rules as rules
+from . import testing as testing
 from .adapters.array import LoraArray as LoraArray
 from .adapters.tree import lora as lora
 from .adapters.tree import merge as merge
@@ -23,6 +24,7 @@ from .formats import register_format as register_format
 from .io.safetensors import load as load
 from .io.safetensors import load_metadata as load_metadata
 from .io.safetensors import save as save
+from .kernels._export import export_checks as export_checks
 from .kernels._table import compute as compute
 from .kernels._table import is_kernel_available as is_kernel_available
 from .kernels._table import use_kernel as use_kernel
