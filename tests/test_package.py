@@ -22,6 +22,11 @@ def test_importing_initialises_no_backend() -> None:
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True, capture_output=True)
 
 
+def test_importing_lowbit_gives_the_testing_module() -> None:
+    code = "import lowbit, jax.numpy as jnp; assert lowbit.testing.dense_weights(jnp.sin, 1.0) == []"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_every_public_name_has_a_docstring_and_an_example() -> None:
     assert (PACKAGE / "py.typed").exists()
     names = [name for name in vars(lowbit) if not name.startswith("_")]
