@@ -427,9 +427,9 @@ def test_a_class_that_needs_its_shape_is_given_it() -> None:
         assert_close(array.T, (2 * W).reshape(256, 128).astype(jnp.bfloat16).T)
     with pytest.raises(AttributeError, match=r"materialize\(\) of Folded asks for shape.*pass shape="):
         _ = Folded(W, dtype=jnp.float32)
-    with pytest.raises(ValueError, match=r"LowRank of shape \(128, 25\) does not fit .* gives \(128, 256\)"):
+    with pytest.raises(ValueError, match=r"LowRank has shape=\(128, 25\), but its .* gives \(128, 256\)"):
         LowRank(W[:, :4], W[:4], shape=(128, 25))
-    with pytest.raises(ValueError, match=r"LowRank of dtype bfloat16 does not fit .* gives float32"):
+    with pytest.raises(ValueError, match=r"LowRank has dtype=bfloat16, but its .* gives float32"):
         LowRank(W[:, :4], W[:4], dtype=jnp.bfloat16)
 
     @dataclasses.dataclass

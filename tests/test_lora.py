@@ -243,12 +243,12 @@ def test_rules_choose_the_leaves() -> None:
     assert ranks([lowbit.Rule("up", None), "*"]) == {"attn/q": 8}
     for rules, message in {
         "*kernel": r"No leaf matches '\*kernel'.*attn/norm, attn/q, bias",
-        "bias": "'bias' matches bias, but no weight that could have an adapter",
-        ("up", "tiny"): r"tiny of shape \(4, 4\) cannot have an adapter of rank 8",
+        "bias": "The pattern 'bias' matches bias, but no leaf that can have an adapter",
+        ("up", "tiny"): r"rank=8 must be at most min\(in, out\) = 4 for tiny of shape \(4, 4\)\.",
     }.items():
         with pytest.raises(ValueError, match=message):
             lowbit.lora(params, rules, key=KEY)
-    with pytest.raises(ValueError, match="'up' asks for the rank 0"):
+    with pytest.raises(ValueError, match="The rank 0 of the pattern 'up' must be an integer >= 1"):
         lowbit.lora(params, {"up": 0}, key=KEY)
     once = lowbit.lora(params, "up", key=KEY)
     with pytest.raises(ValueError, match="up has an adapter already: merge it first"):

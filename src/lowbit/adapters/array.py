@@ -1,4 +1,4 @@
-"""LoraArray: a frozen array and a low-rank one that is trained, side by side. Every product with it is two."""
+"""LoraArray: a frozen array plus a trainable low-rank product."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,21 +13,21 @@ from lowbit.runtime import ImplicitArray, aux_field, is_implicit
 from lowbit.runtime._array import dense
 from lowbit.runtime._interpret import run
 
-# What an axis is to the factors: one of both, of `a`, of `b`.
+# The role of an axis: of both factors (stacked layers), of `a` (inputs), of `b` (outputs).
 BOTH, OF_A, OF_B = "sab"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoraArray(ImplicitArray):
-    """`base + scale * (a @ b)`, read as the dtype of `base`.
+    """`base + scale * (a @ b)`, in the dtype of `base`.
 
-    - `base`: quantized or dense, of the shape (*stack, *in, *out).
-    - `a`: (*stack, *in, rank), `b`: (*stack, rank, *out). Both are arrays of floats, for the optimizer.
-    - `inputs`: how many axes `in` has. The rest follows from the number of axes of each, so that a leading axis may
-      come and go.
+    - `base`: quantized or dense, of shape (*stack, *in, *out).
+    - `a`: (*stack, *in, rank), `b`: (*stack, rank, *out). Dense arrays of floats, for the optimizer.
+    - `inputs`: the number of axes of `in`. The number of leading axes follows from the shapes, so that `vmap` and
+      `scan` may add and remove them.
 
-    `lowbit.lora` makes them for a whole model. After `lowbit.partition` one of the trees has the factors, with None for
-    the base, and the other the base alone.
+    `lowbit.lora` makes them for a whole model. `lowbit.partition` puts the factors into the trainable tree, with None
+    for the base, and the base into the frozen one.
 
     >>> import jax.numpy as jnp, lowbit
     >>> base = lowbit.quantize(jnp.ones((64, 32)), "int8")
@@ -47,22 +47,22 @@ class LoraArray(ImplicitArray):
         layers = len(self.a.shape) - 1 - self.inputs
         if layers < 0 or self.b.ndim <= layers or self.a.shape[-1] != self.b.shape[layers] or self.shape != shapes[0]:
             raise ValueError(
-                f"A LoraArray of a base of shape {shapes[0]} with {self.inputs} axis of inputs cannot have factors of "
-                f"the shapes {shapes[1]} and {shapes[2]}: they are (*stack, *in, rank) and (*stack, rank, *out)."
+                f"A LoraArray with a base of shape {shapes[0]} and inputs={self.inputs} cannot have factors of shape "
+                f"{shapes[1]} and {shapes[2]}: they must be (*stack, *in, rank) and (*stack, rank, *out)."
             )
 
     def replace(self, **changes: Any) -> Self:
-        """The same array with some fields changed, as `dataclasses.replace` but without a check."""
+        """The same array with some fields changed, as by `dataclasses.replace` but unchecked."""
         fields, static = self._fields()
         new = object.__new__(type(self))
         new.__dict__.update({name: getattr(self, name) for name in (*fields, *static)}, **changes)
         return new
 
-    # --- what it is
+    # --- shape and dtype
 
     @property
     def layers(self) -> int:
-        """How many axes count layers: those that the base and both factors have in common."""
+        """The number of leading axes, stacked layers, that the base and both factors have in common."""
         return len(self.a.shape) - 1 - self.inputs
 
     @property
@@ -71,7 +71,7 @@ class LoraArray(ImplicitArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.a is None or self.b is None:  # taken apart by `partition`
+        if self.a is None or self.b is None:  # one half of what `partition` returns
             return tuple(self.base.shape)
         return (*self.a.shape[:-1], *self.b.shape[self.layers + 1 :])
 
@@ -81,7 +81,7 @@ class LoraArray(ImplicitArray):
 
     @property
     def roles(self) -> str:
-        """For each axis, which of the factors has it."""
+        """For each axis, which of the factors have it."""
         count = self.layers + self.inputs
         return BOTH * self.layers + OF_A * self.inputs + OF_B * (len(self.shape) - count)
 
@@ -102,16 +102,16 @@ class LoraArray(ImplicitArray):
     def T(self) -> Any:
         return self.mT if self.ndim == 2 else super().T
 
-    # --- back to numbers
+    # --- dense values
 
     def delta(self) -> jax.Array:
-        """`scale * (a @ b)`: what was learned, in the shape of the array."""
+        """`scale * (a @ b)`: the trained change of the weight, in its shape."""
         batch = tuple(range(self.layers))
         return self.scale * lax.dot_general(self.a, self.b, (((self.a.ndim - 1,), (self.layers,)), (batch, batch)))
 
     def materialize(self) -> jax.Array:
         delta = self.delta()
-        wide = jnp.promote_types(self.dtype, delta.dtype)  # rounded once, after the sum
+        wide = jnp.promote_types(self.dtype, delta.dtype)  # so that only the sum is rounded
         return (dense(apply(lambda base: base.astype(wide), self.base)) + delta).astype(self.dtype)
 
     # --- sharding
@@ -135,5 +135,5 @@ class LoraArray(ImplicitArray):
 
 
 def apply(fn: Callable[..., Any], *operands: Any) -> Any:
-    """`fn` of operands that may be implicit; work may stay deferred."""
+    """`fn` of operands that may be implicit; the result may be implicit too."""
     return run(fn, *operands) if any(map(is_implicit, operands)) else fn(*operands)

@@ -1,4 +1,4 @@
-"""Rules of LoraArray: a product with it is two, and what moves it moves its factors."""
+"""Rules of LoraArray: a product becomes two, and a structural operation acts on the base and on both factors."""
 
 import math
 import string
@@ -41,7 +41,7 @@ def _product(
     weight_first: bool = False,
     **params: Any,
 ) -> Any:
-    """x by the base, and x by one factor and then by the other. The numbers speak of x and then of w."""
+    """`x @ base + (x @ a) @ b`, or with the factors swapped. `dimension_numbers` are those of x, then of w."""
     if any(value is not None for value in params.values()):
         return NotImplemented
     (x_sum, w_sum), (x_batch, w_batch) = dimension_numbers
@@ -53,7 +53,7 @@ def _product(
             return lax.dot_general(base, x, tuple(side[::-1] for side in dimension_numbers), **options)
         return lax.dot_general(x, base, dimension_numbers, **options)
 
-    # Each axis a letter, as in an einsum.
+    # Name each axis by a letter, as in an einsum.
     letters = iter(string.ascii_letters)
     rank, of_w, of_x = next(letters), [next(letters) for _ in w.shape], [next(letters) for _ in x.shape]
     for i, j in zip((*x_sum, *x_batch), (*w_sum, *w_batch), strict=True):
@@ -65,7 +65,7 @@ def _product(
         (w.a, [*(c for c, role in zip(of_w, w.roles, strict=True) if role != OF_B), rank]),
         (w.b, [*of_w[: w.layers], rank, *of_w[w.layers + w.inputs :]]),
     ]
-    # The factor with the axes that are summed over comes first, and leaves `rank` numbers of each row.
+    # Multiply by the factor with the contracted axes first: that leaves `rank` values per row.
     roles = {w.roles[j] for j in w_sum}
     near, far = factors[::-1] if OF_B in roles and OF_A not in roles else factors
     between = [c for c in dict.fromkeys((*of_x, *near[1])) if c in far[1] or c in out]
@@ -121,15 +121,15 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, tuple | list) else x
 
 
-# --- moving: what happens to an axis happens to those of the factors that have it
+# --- structural operations: each acts on an axis of the base and of the factors that have it
 
 
 def _moved(
     w: LoraArray, roles: str, fn: Callable[[Any], Any], move: Callable[[jax.Array, list[int], list[int]], jax.Array]
 ) -> Any:
-    """`fn(base)`, whose axes have these roles, with `move(factor, axes before, axes after)` for each of the factors.
+    """`fn(base)`, whose axes have these roles, with the factors after `move(factor, axes before, axes after)`.
 
-    The axes are those of the array that the factor has. It has the rank behind them.
+    The axes are those of the whole array that the factor has. The rank is the last axis of the factor.
     """
     layers, of_a, of_b = (roles.count(role) for role in (BOTH, OF_A, OF_B))
     if roles not in (BOTH * layers + OF_A * of_a + OF_B * of_b, BOTH * layers + OF_B * of_b + OF_A * of_a):
@@ -170,9 +170,9 @@ def _(w: LoraArray, *, dimensions: Sequence[int]) -> Any:
 
 @register("broadcast_in_dim")
 def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], sharding: Any = None) -> Any:
-    del sharding  # it follows from the parts
+    del sharding  # it follows from the components
     place, roles = dict(zip(broadcast_dimensions, w.roles, strict=True)), ""
-    for i in range(len(shape)):  # a new axis belongs to the same as the one before it; the first counts layers
+    for i in range(len(shape)):  # a new axis has the role of the one before it; a new first axis is one of layers
         roles += place.get(i, roles[-1:] or BOTH)
 
     def move(factor: jax.Array, has: list[int], keeps: list[int]) -> jax.Array:
@@ -184,10 +184,10 @@ def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int]
 
 @register("reshape")
 def _(w: LoraArray, *, new_sizes: Sequence[int], dimensions: Any = None, sharding: Any = None) -> Any:
-    del sharding  # it follows from the parts
+    del sharding  # it follows from the components
     ends = [w.layers, w.layers + w.inputs, w.ndim]
     elements = [math.prod(w.shape[:end]) for end in ends]
-    # Where the new axes have as many elements before them as the old ones: no axis runs over the border.
+    # No new axis may mix roles: find where as many elements lie before a new axis as before the old border.
     borders = [
         [i for i in range(len(new_sizes) + 1) if math.prod(new_sizes[:i]) == count][-1:] for count in elements[:2]
     ]
@@ -220,11 +220,11 @@ def _(w: LoraArray, *starts: jax.Array, slice_sizes: Sequence[int]) -> Any:
 
 @register("split")
 def _(w: LoraArray, *, sizes: Sequence[int], axis: int) -> Any:
-    def piece(start: int, size: int) -> Any:
+    def section(start: int, size: int) -> Any:
         limits = [start + size if i == axis else n for i, n in enumerate(w.shape)]
         return lambda w: lax.slice(w, [start if i == axis else 0 for i in range(w.ndim)], limits)
 
-    return [apply(piece(sum(sizes[:i]), size), w) for i, size in enumerate(sizes)]
+    return [apply(section(sum(sizes[:i]), size), w) for i, size in enumerate(sizes)]
 
 
 @register("gather")
@@ -238,7 +238,7 @@ def _(
     fill_value: Any,
     **hints: Any,
 ) -> Any:
-    """Rows by number, as in an embedding, or whole layers of a stack."""
+    """Rows by index, as in an embedding, or whole layers of a stack."""
     many, rest = indices.ndim - 1, tuple(slice_sizes[1:])
     plain = lax.GatherDimensionNumbers(tuple(range(many, many + w.ndim - 1)), (0,), (0,))
     if dimension_numbers != plain or rest != w.shape[1:] or w.roles[0] == OF_B:
@@ -250,7 +250,7 @@ def _(
         return lax.gather(array, indices, dims, sizes, mode=mode, fill_value=fill_value, **hints)
 
     base = apply(lambda base: taken(base, fill_value), w.base)
-    a = taken(w.a, 0)  # nothing is added to what is out of bounds
+    a = taken(w.a, 0)  # rows out of bounds are those of the base alone
     if w.is_stack:
         return LoraArray(base, a, taken(w.b, 0), w.scale, w.inputs)
     return LoraArray(base, a, w.b, w.scale, a.ndim - 1).materialize()
@@ -258,7 +258,7 @@ def _(
 
 @register("convert_element_type")
 def _(w: LoraArray, *, new_dtype: Any, weak_type: bool = False, sharding: Any = None) -> Any:
-    del weak_type, sharding  # weak types are for scalars; the sharding follows from the parts
+    del weak_type, sharding  # weak types are for scalars; the sharding follows from the components
     if not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented
     return w.replace(base=apply(lambda base: lax.convert_element_type(base, new_dtype), w.base))

@@ -1,4 +1,4 @@
-"""Which leaves of a model are trained: take them apart, and put them together again."""
+"""Split a model into trainable and frozen leaves, and combine them again."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def is_frozen(x: Any) -> bool:
-    """Whether `x` cannot be trained: a quantized array as a whole, or an array without a derivative.
+    """Whether `x` cannot be trained: a quantized array, or an array that is not of floating-point numbers.
 
-    For `is_leaf` too: containers are not frozen, what is in them may be. Of all that could be trained, `trainable` says
-    what is.
+    It also serves as `is_leaf`: containers are not frozen, though their contents may be. `trainable` chooses among the
+    leaves that are not frozen.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8), "step": jnp.int32(0)}
@@ -29,12 +29,12 @@ def is_frozen(x: Any) -> bool:
 
 
 def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
-    """Which leaves are trained: a tree of True and False, as a mask for optax or a filter for Equinox.
+    """Which leaves are trained: a tree of True and False, a mask for optax or a filter for Equinox.
 
-    - Where there are adapters (`lora`), they alone are trained. Otherwise all arrays of floating-point numbers are.
-    - `train`: patterns, as in a `Rule`, of the leaves to train instead. Adapters are trained in any case.
+    - In a model with adapters (`lora`), the adapters alone are trained; in one without, all floating-point arrays.
+    - `train`: patterns, as in a `Rule`, of the leaves to train besides the adapters.
 
-    One False stands for all parts of a quantized array.
+    A quantized array has one False for all of its components.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 32))), "b": jnp.zeros(32)}
@@ -71,11 +71,11 @@ def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
 
 
 def partition(tree: T, train: str | Iterable[str] | None = None) -> tuple[T, T]:
-    """The trainable and the frozen leaves, each in a tree of the same structure with None in the other's places.
+    """Split a tree into trainable and frozen leaves: two trees of its structure, with None for the leaves of the other.
 
-    Trainable are the adapters, where `lora` has put some, and else all arrays of floating-point numbers; `train` has
-    patterns for others (see `trainable`). The rest is frozen: quantized arrays, integers, and whatever a model holds
-    beside its arrays. `jax.grad` and optimizers see the trainable tree only, so no step changes a stored bit or scale.
+    In a model with adapters (`lora`), the adapters alone are trainable; in one without, all floating-point arrays.
+    `train` has patterns for others (see `trainable`). Everything else is frozen: quantized arrays, integers, and leaves
+    that are not arrays. `jax.grad` and optimizers see the trainable tree only: no step changes a stored bit or scale.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8)}
@@ -92,7 +92,7 @@ def partition(tree: T, train: str | Iterable[str] | None = None) -> tuple[T, T]:
 
 
 def combine(trainable: T, frozen: T) -> T:
-    """The tree that `partition` took apart; the trainable part may have changed in between.
+    """Combine the trees of `partition`; the leaves of the trainable one may have changed in between.
 
     >>> import jax.numpy as jnp, lowbit
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8)}
@@ -104,7 +104,7 @@ def combine(trainable: T, frozen: T) -> T:
         if t is not None and f is not None:
             name = jax.tree_util.keystr(path)
             raise ValueError(
-                f"combine: {name or 'the tree'} is in both trees; each leaf belongs to one, None to the other."
+                f"combine: {name or 'the tree'} is in both trees; each leaf must be in one, with None in the other."
             )
         return f if t is None else t
 
