@@ -60,26 +60,6 @@ def test_paths_and_names() -> None:
         importlib.import_module("eformer.optimizers")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "matmul_bf16_int8_weight_only",
-        "safe_materialize",
-        "straight_through_nf4",
-        "straight_through_8bit",
-        "straight_through_1bit",
-    ],
-)
-def test_names_of_eformer_are_importable_from_lowbit_and_documented_as_such(name: str) -> None:
-    function = getattr(lowbit, name)
-    assert function.__module__ == "lowbit.compat.eformer_names" and function.__doc__.startswith("eformer's ")
-
-
-def test_importing_lowbit_leaves_eformer_alone() -> None:
-    code = "import sys, lowbit; assert 'eformer' not in sys.modules and 'lowbit.compat.eformer' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_the_real_one_imported_first_is_an_error() -> None:
     code = "import sys, types; sys.modules['eformer'] = types.ModuleType('eformer'); import lowbit.compat.eformer"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

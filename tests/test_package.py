@@ -49,6 +49,26 @@ def test_every_public_name_has_a_docstring_and_an_example() -> None:
         assert ">>>" in getattr(lowbit, name).__doc__, name
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matmul_bf16_int8_weight_only",
+        "safe_materialize",
+        "straight_through_nf4",
+        "straight_through_8bit",
+        "straight_through_1bit",
+    ],
+)
+def test_names_of_eformer_are_importable_from_lowbit_and_documented_as_such(name: str) -> None:
+    function = getattr(lowbit, name)
+    assert function.__module__ == "lowbit.compat.eformer_names" and function.__doc__.startswith("eformer's ")
+
+
+def test_importing_lowbit_leaves_eformer_alone() -> None:
+    code = "import sys, lowbit; assert 'eformer' not in sys.modules and 'lowbit.compat.eformer' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def docstrings_of_variables() -> list[tuple[Path, str]]:
     return [
         (path, text.value.value)
