@@ -182,7 +182,7 @@ def mistakes(tiny: Path, folder: Path) -> dict[str, tuple[tuple[Any, ...], str]]
         "type": (("convert", tiny, folder / "b.gguf", "--type", "Q2_K"), "Unknown type 'Q2_K'"),
         "format": (("quantize", tiny, folder / "b", "--format", "nf5"), "Unknown format 'nf5'"),
         "rule": (("quantize", tiny, folder / "b", "--rule", "int8"), "write PATTERN=FORMAT"),
-        "pattern": (("quantize", tiny, folder / "b", "--rule", "re:(=int8"), "is no regular expression"),
+        "pattern": (("quantize", tiny, folder / "b", "--rule", "re:(=int8"), "is not a valid regular expression"),
         "text": (("inspect", folder / "text"), f"{folder / 'text'}"),
         "not nf4": (("convert", tiny, folder / "b", "--to", "gguf", "--type", "int8"), "Unknown type 'int8'"),
     }

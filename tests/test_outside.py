@@ -1,4 +1,4 @@
-"""Transformations outside of `implicit`, and operators with no decorator at all, on every format in every layout."""
+"""Transformations outside `implicit`, and operators without a decorator, for every format and layout."""
 
 import copy
 import pickle
@@ -75,7 +75,7 @@ def test_a_function_compiled_inside_implicit_does_not_dequantize_outside(x: jax.
         f(x)
 
 
-def test_no_jax_function_dequantizes_in_silence(x: jax.Array) -> None:
+def test_no_jax_function_dequantizes_silently(x: jax.Array) -> None:
     q = lowbit.Array8B.quantize(jnp.ones((K, N)))
     for call in (lambda: jnp.dot(x, q), lambda: jnp.sum(q), lambda: lax.exp(q), lambda: jnp.where(True, q, 0)):
         with pytest.raises(TypeError):

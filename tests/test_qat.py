@@ -1,4 +1,4 @@
-"""Training through quantization: what is simulated is what is stored, and the gradients are those promised."""
+"""Quantization-aware training: simulated values equal stored ones, and gradients pass straight through."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ RULES = (CHOSEN | BY_HAND) if HALF is None else (BY_HAND, CHOSEN)[HALF]
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_is_simulated_in_training_is_what_is_stored(name: str) -> None:
+def test_simulated_values_equal_stored_ones(name: str) -> None:
     rules = RULES[name]
 
     @jax.jit
@@ -104,7 +104,7 @@ def test_what_is_simulated_in_training_is_what_is_stored(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_weights_read_as_they_are_stored(dtype: Any) -> None:
+def test_simulated_half_precision_weights_equal_stored_ones(dtype: Any) -> None:
     params = {"kernel": normal(64, 32).astype(dtype)}
     for rules in ("ternary", "int8", "nf4"):
         stored, _ = quantize_tree(params, rules)
@@ -257,7 +257,7 @@ def test_the_gradient_of_a_learned_scale_is_that_of_a_step_size(format: str) -> 
     np.testing.assert_allclose(np.abs(np.asarray(w) - value), nearest, atol=1e-5)
 
 
-def test_what_stays_in_full_precision_is_warned_of() -> None:
+def test_weights_left_in_full_precision_warn() -> None:
     params = {"kernel": normal(64, 32), "theta": normal(64, 32)}
     with pytest.warns(UserWarning, match=r"in full precision.*No leaf matches '\*kernle'.*strict=True") as caught:
         assert straight_through_tree(params, {"*kernle": "int8"}) == params
@@ -299,7 +299,7 @@ def test_errors_name_what_was_asked() -> None:
     assert bool(jnp.isnan(negative).all())
 
 
-def test_a_format_without_a_largest_level_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_raises_for_a_format_without_a_largest_level(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = lowbit.Format("plain", lowbit.Array8B.quantize, error=0.0087, bits=8.0, blocked=False)
     monkeypatch.setitem(FORMATS, "plain", plain)
     w = normal(64, 32)

@@ -1,4 +1,4 @@
-"""quantize_tree: which leaves, in which format, along which axis; and a report that says so."""
+"""quantize_tree: which leaves get which format along which axis, and the report."""
 
 import dataclasses
 import inspect
@@ -41,7 +41,7 @@ def formats(report: lowbit.Report) -> dict[str, str | None]:
     return {row.path: row.format for row in report if row.format}
 
 
-def test_one_word_quantizes_the_weights_and_nothing_else() -> None:
+def test_a_format_quantizes_the_weights_and_nothing_else() -> None:
     params = model()
     quantized, report = quantize_tree(params, "int8")
     assert formats(report) == {
@@ -115,7 +115,7 @@ def test_names_tell_the_axis(path: str, shape: tuple[int, ...], axes: Any) -> No
     assert axes_by_name(path, shape).axes == axes
 
 
-def test_ambiguous_leaves_are_kept_and_said_or_raise() -> None:
+def test_leaves_without_a_known_axis_are_kept_or_raise() -> None:
     params = {"theta": normal(64, 64), "kernel": normal(64, 4, 16)}
     with pytest.warns(UserWarning, match="none of 2 arrays"):
         quantized, report = quantize_tree(params, "nf4")
@@ -186,7 +186,7 @@ def test_all_contracted_axes_share_a_scale_where_a_format_has_no_blocks() -> Non
     assert report["w"].axis == (-3, -2)
 
 
-def test_what_the_program_does_not_settle_is_said() -> None:
+def test_the_report_tells_what_the_program_leaves_open() -> None:
     params = {"both": normal(64, 64), "unused": normal(64, 64), "scale": normal(3, 640), "weight": normal(64, 64)}
 
     def fn(p: Any, x: jax.Array) -> jax.Array:
@@ -227,7 +227,7 @@ def test_a_leaf_that_no_product_uses_is_kept_and_refused_to_a_pattern_that_names
         quantize_tree(params, {"*kernel": "nf4"}, fn=fn, args=(x,), strict=True)
 
 
-def test_joined_weights_are_followed() -> None:
+def test_concatenated_weights_are_followed() -> None:
     params = {"q": normal(64, 32), "k": normal(64, 16)}
     fn = partial(lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], -1))
     _, report = quantize_tree(params, "int8", fn=fn, args=(normal(8, 64),), strict=True)
@@ -258,7 +258,7 @@ def test_bad_rules_raise_at_once(rules: Any, error: type[Exception], text: str) 
         quantize_tree(model(), rules)
 
 
-def test_the_report_is_right() -> None:
+def test_the_report_has_sizes_errors_and_totals() -> None:
     params, report = quantize_tree(model(), {"*embed*": "nf4", "*": "int8"})
     row = report["embed/embedding"]
     w = model()["embed"]["embedding"]
@@ -288,7 +288,7 @@ def test_a_plan_needs_no_weights() -> None:
     assert report["embed/embedding"].error is None
 
 
-def test_quantized_leaves_are_left_alone_and_tied_ones_stay_tied() -> None:
+def test_quantized_leaves_are_kept_and_tied_ones_stay_tied() -> None:
     w = normal(64, 64)
     params, report = quantize_tree({"a": {"kernel": w}, "b": {"kernel": w}}, "nf4")
     assert params["a"]["kernel"] is params["b"]["kernel"]
@@ -321,14 +321,14 @@ def test_errors_name_the_leaf() -> None:
         quantize_tree({"a": {"kernel": normal(64, 64).at[2, 3].set(jnp.nan)}}, "nf4")
 
 
-def test_dequantize_tree_is_the_way_back() -> None:
+def test_dequantize_tree_makes_all_leaves_dense() -> None:
     params, _ = quantize_tree(model(), "int8")
     dense = lowbit.dequantize_tree(params)
     assert jax.tree.structure(dense) == jax.tree.structure(model())
     assert_close(dense["embed"]["embedding"], params["embed"]["embedding"].materialize(), 0)
 
 
-def test_progress_is_told_to_the_caller_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_called_with_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     params, told = {"a": {"kernel": normal(64, 32)}, "b": {"kernel": normal(64, 96)}, "name": "a model"}, []
     _, report = quantize_tree(params, "int8", progress=lambda done, total: told.append((done, total)))
     total = report.before
@@ -347,7 +347,7 @@ def test_the_types_of_trees_are_kept() -> None:
     assert typing.get_args(typing.get_type_hints(quantize_tree)["return"])[1] is lowbit.Report
 
 
-def test_strict_is_off_unless_asked_for_everywhere() -> None:
+def test_strict_is_off_by_default_everywhere() -> None:
     for function in (quantize_tree, lowbit.straight_through_tree, lowbit.learned_scales):
         assert inspect.signature(function).parameters["strict"].default is False
 
@@ -365,14 +365,14 @@ def test_histograms_count_weights_between_the_levels(format: str) -> None:
     assert histogram("", w.T, stored.T) == dataclasses.replace(found, path="")
 
 
-def test_a_weight_far_out_does_not_hide_the_others() -> None:
+def test_an_outlier_does_not_flatten_a_histogram() -> None:
     w = normal(64, 96).at[3, 4].set(1e4)
     _, report = quantize_tree({"kernel": w}, lowbit.QuantizationConfig("binary", 16, axis=-2), histograms=8)
     (found,) = report.histograms
     assert sum(found.counts) == w.size - 1 and max(found.counts) < w.size / 4
 
 
-def test_histograms_are_of_arrays_that_are_there() -> None:
+def test_histograms_need_values_and_count_tied_arrays_once() -> None:
     w = normal(64, 96)
     tied, report = quantize_tree({"a": {"kernel": w}, "b": {"kernel": w}, "bias": jnp.ones(96)}, "nf4", histograms=8)
     assert [found.path for found in report.histograms] == ["a/kernel"] and tied["b"]["kernel"] is tied["a"]["kernel"]
@@ -416,7 +416,7 @@ def test_implicit_arrays_of_other_kinds_are_kept() -> None:
         quantize_tree(params, {"*kernel": "int8"}, strict=True)
 
 
-def test_a_tree_of_which_nothing_is_quantized_warns_once() -> None:
+def test_quantizing_nothing_warns_once() -> None:
     unknown = {
         "a": normal(64, 96),
         "b": {"c": normal(64, 32)},
@@ -443,7 +443,7 @@ def test_a_tree_of_which_nothing_is_quantized_warns_once() -> None:
             quantize_tree(params, rules)
 
 
-def test_a_tree_of_which_most_is_kept_for_want_of_an_axis_warns_once() -> None:
+def test_keeping_most_bytes_for_lack_of_an_axis_warns_once() -> None:
     params = {"kernel": normal(64, 96), "a": normal(64, 80), "c": normal(64, 96)}
     with pytest.warns(
         UserWarning, match=r"keeps 45,056 of the 69,632 bytes of large arrays dense.*: a \(.*; c \("
