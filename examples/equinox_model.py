@@ -1,7 +1,7 @@
 """An Equinox transformer, quantized in one line.
 
-An Equinox model is a tree that holds functions beside its arrays; `quantize_tree` leaves those alone. Its weights are
-(out, in), which `fn=` finds and the name `weight` tells too. Run it: python examples/equinox_model.py
+An Equinox model is a pytree with functions among its leaves, which `quantize_tree` keeps. Its weights are (out, in),
+which `fn=` finds out, and so does the name `weight`. Run it: python examples/equinox_model.py
 """
 
 import equinox as eqx
@@ -59,12 +59,12 @@ def main() -> tuple[LanguageModel, lowbit.Report, jax.Array, float]:
     model = LanguageModel(jax.random.key(0))
     want = eqx.filter_jit(forward)(model, IDS)
 
-    # The line. Arrays come back quantized or as they were, all else as it was.
+    # The only change. Leaves that are not weights are kept.
     rules = {"embed/*": "int8", "head/*": "int8", "*": "nf4"}
     model, report = lowbit.quantize_tree(model, rules, fn=forward, args=(IDS,))
     print(report)
 
-    # `filter_jit`, since a model with functions in it is no argument for `jax.jit`. Nothing goes dense, or it raises.
+    # `filter_jit`, since `jax.jit` does not take a model with functions in it. Going dense would raise here.
     with lowbit.materialization("error"):
         got = eqx.filter_jit(lowbit.implicit(forward))(model, IDS)
 

@@ -1,7 +1,7 @@
 """A Flax linen transformer, scanned over its layers with remat, quantized in one line.
 
-Nothing in the model knows of lowbit. `nn.scan` stacks the kernels of the layers; `fn=model.apply` lets lowbit see
-through the scan and the heads which axis each product sums over. Run it: python examples/flax_linen.py
+The model does not mention lowbit. `nn.scan` stacks the kernels of the layers; from `fn=model.apply` lowbit finds the
+contracted axis of each weight, through the scan and the heads. Run it: python examples/flax_linen.py
 """
 
 from typing import Any
@@ -44,12 +44,12 @@ def main() -> tuple[Any, lowbit.Report, jax.Array, float]:
     params = jax.jit(model.init)(jax.random.key(0), IDS)
     want = jax.jit(model.apply)(params, IDS)
 
-    # The line. The first pattern that matches a path decides; `*` matches `/` too.
+    # The only change. The first pattern that matches a path decides; `*` matches `/` too.
     rules = {"*embed*": "int8", "*down*": "int8", "*": "nf4"}
     params, report = lowbit.quantize_tree(params, rules, fn=model.apply, args=(IDS,))
     print(report)
 
-    # `apply`, made able to take quantized leaves. Nothing goes dense: it would raise here.
+    # `implicit` lets `apply` take quantized leaves. Going dense would raise here.
     with lowbit.materialization("error"):
         got = jax.jit(lowbit.implicit(model.apply))(params, IDS)
 

@@ -1,7 +1,7 @@
 """A Flax NNX transformer, quantized in one line.
 
-An NNX model is a tree of its variables, so it goes through `quantize_tree` as it is, and a model comes back. What is
-no weight, such as the state of the dropout's random numbers, is kept. Run it: python examples/flax_nnx.py
+An NNX model is a pytree of its variables: `quantize_tree` takes a model and returns one. Leaves that are not weights,
+such as the random state of dropout, are kept. Run it: python examples/flax_nnx.py
 """
 
 import jax
@@ -48,12 +48,12 @@ def main() -> tuple[LanguageModel, lowbit.Report, jax.Array, float]:
     model.eval()
     want = nnx.jit(forward)(model, IDS)
 
-    # The line. A new model comes back; the one given is as it was.
+    # The only change. It returns a new model and does not change the given one.
     rules = {"embed/*": "int8", "*": "nf4"}
     model, report = lowbit.quantize_tree(model, rules, fn=forward, args=(IDS,))
     print(report)
 
-    # `jax.jit` as well as `nnx.jit`. Nothing goes dense: it would raise here.
+    # `nnx.jit` works too. Going dense would raise here.
     with lowbit.materialization("error"):
         got = jax.jit(lowbit.implicit(forward))(model, IDS)
 

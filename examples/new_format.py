@@ -1,4 +1,4 @@
-"""A format of your own: six bits a weight, from outside the package.
+"""A custom format with six bits per weight, defined outside the package.
 
     value = (code - 32) * scale,  scale = max |w| / 31 of each block
 
@@ -16,9 +16,9 @@ from lowbit import formats
 
 @formats.stored
 class Array6B(lowbit.QuantizedArray):
-    high: jax.Array  # a part of its own, beside `codes` and `scales`
+    high: jax.Array  # one more component, beside `codes` and `scales`
 
-    packing: ClassVar = {"codes": 2, "high": 4}  # codes in each byte
+    packing: ClassVar = {"codes": 2, "high": 4}  # codes per byte
 
     @classmethod
     def quantize(cls, array, block_size=64, *, axis=-1, dtype=None):

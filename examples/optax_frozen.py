@@ -54,7 +54,7 @@ def main() -> tuple[Any, Any, lowbit.Report, float, list[float]]:
     params = jax.jit(MODEL.init)(jax.random.key(0), INPUTS)
     want = jax.jit(MODEL.apply)(params, INPUTS)
 
-    # None keeps the adapters as they are: they are to be trained.
+    # None keeps the adapters dense, to be trained.
     rules = {"*adapter*": None, "*": "nf4"}
     before, report = lowbit.quantize_tree(params, rules, fn=MODEL.apply, args=(INPUTS,))
     print(report)
@@ -62,7 +62,7 @@ def main() -> tuple[Any, Any, lowbit.Report, float, list[float]]:
     error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
     print(f"{report.before:,} bytes before, {report.after:,} after; relative error of the logits {error:.4f}")
 
-    trainable, frozen = lowbit.partition(before)  # two trees of one structure, with None in the other's places
+    trainable, frozen = lowbit.partition(before)  # two trees of the same structure, with None for the other's leaves
     state, losses, train = OPTIMIZER.init(trainable), [], jax.jit(step)
     for _ in range(20):
         trainable, state, loss = train(trainable, frozen, state)

@@ -1,7 +1,7 @@
 """A transformer in plain dicts: layers stacked and scanned, quantized in one line.
 
-The names of its weights tell nothing, and two of them are stored (out, in). `fn=` lets lowbit read off the program
-which axis each product sums over, and that is where the scales go. Run it: python examples/plain_pytree.py
+The names of its weights do not tell their layout, and two of them are stored (out, in). From `fn=` lowbit finds the
+contracted axis of each weight, along which scales are shared. Run it: python examples/plain_pytree.py
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import lowbit
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS, HEADS = 256, 128, 512, 3, 4
 IDS = jnp.array(list(__doc__.encode()[:48])).reshape(2, 24)  # a token is a byte
-# A format for each pattern of paths. The first that matches a leaf decides; norms and biases stay as they are.
+# Patterns over paths and their formats. The first that matches a leaf decides; norms and biases are kept.
 RULES = {"embed": "int8", "*": "nf4"}
 
 
@@ -56,11 +56,11 @@ def main() -> tuple[dict[str, Any], lowbit.Report, jax.Array, float]:
     params = init(jax.random.key(0))
     want = jax.jit(forward)(params, IDS)
 
-    # The line. `forward` is traced, not run; `strict` would raise for a rule or a leaf that went wrong.
+    # The only change. `forward` is traced, not run; `strict` raises if a pattern matches nothing or an axis is unknown.
     params, report = lowbit.quantize_tree(params, RULES, fn=forward, args=(IDS,), strict=True)
     print(report)
 
-    # The model as it was written. Each product takes its layer out of the stack as stored: nothing goes dense.
+    # The unmodified model. Each product reads its layer in the quantized stack; going dense would raise here.
     with lowbit.materialization("error"):
         got = jax.jit(lowbit.implicit(forward))(params, IDS)
 

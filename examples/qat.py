@@ -1,7 +1,7 @@
-"""Train a small transformer in every format, straight through the rounding, and store exactly what was trained.
+"""Quantization-aware training (QAT) of a small transformer in every format.
 
-The text comes from the grammar below: a verb agrees with its noun over whatever stands between them. Each format is
-trained from scratch, with embedding and head in int8; and float32 is rounded after training, to see what that loses.
+The text comes from the grammar below, in which verbs agree with their nouns across the words in between. Each format is
+trained from scratch, with embedding and head in int8, and compared with float32 that is quantized after training.
 Run it: python examples/qat.py
 """
 
@@ -17,7 +17,7 @@ import optax
 
 import lowbit
 
-# A symbol becomes one of its alternatives, by chance; all else is written as it stands.
+# A symbol is replaced by one of its alternatives at random; other words are copied.
 GRAMMAR = {
     "TEXT": ["WHO DOES .", "WHOM DO .", "WHO DOES and DOES .", "WHOM DO and DO ."],
     "WHO": ["ONE", "ONE", "ONE PLACE", "ONE that DOES"],
@@ -32,7 +32,7 @@ GRAMMAR = {
 FORMATS = ("float32", "int8", "nf4", "ternary", "binary")
 COLUMNS = ("format", "trained", "stored", "rounded", "% over f32", "at worst", "% recovered", "at least")
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 64, 2, 4, 48, 16
-# Attention fades with distance, at another rate in each head. This model needs no other positions.
+# Attention decays with distance, at a different rate in each head, in place of position embeddings.
 FADE = -jnp.abs(jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)) * 2.0 ** -jnp.arange(HEADS)[None, :, None, None]
 
 
@@ -41,7 +41,7 @@ def written(rng: random.Random, symbol: str = "TEXT") -> str:
 
 
 def windows(seed: int, count: int) -> jax.Array:
-    """A text, cut into windows; a token is a letter."""
+    """A text in windows of equal length; a token is a letter."""
     rng, text, size = random.Random(seed), "", count * (LENGTH + 1)
     while len(text) < size:
         text += written(rng) + " "
@@ -90,9 +90,10 @@ def loss(params: dict[str, Any], batch: jax.Array) -> jax.Array:
 
 
 def arguments(format: Any) -> dict[str, Any]:
-    """What `straight_through_tree` trains with and `quantize_tree` stores by."""
+    """The arguments of `straight_through_tree` in training, and of `quantize_tree` afterwards."""
     rules = {"embed": "int8", "head": "int8", "*": format}
-    return {"rules": rules, "fn": forward, "args": (jax.ShapeDtypeStruct((1, LENGTH), jnp.int32),)}
+    tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+    return {"rules": rules, "fn": forward, "args": (tokens,), "strict": True}
 
 
 def simulated(params: dict[str, Any], format: Any) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def train(key: jax.Array, text: jax.Array, format: Any, steps: int) -> dict[str,
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         params, state = carry
         batch = text[jax.random.randint(key, (BATCH,), 0, len(text))]
-        grads = jax.grad(lambda params: loss(simulated(params, format), batch))(params)  # the line
+        grads = jax.grad(lambda params: loss(simulated(params, format), batch))(params)  # the only change
         updates, state = optimizer.update(grads, state)
         return (optax.apply_updates(params, updates), state), None
 
@@ -121,7 +122,7 @@ loss_as_stored = jax.jit(lowbit.implicit(loss))
 
 
 def compare(seed: int, formats: Sequence[Any], steps: int, size: int) -> list[list[float]]:
-    """For each format the loss on held-out text: trained in it, as stored, and of float32 rounded to it."""
+    """The held-out loss of each format: trained in it, stored in it, and of float32 quantized after training."""
     text, held_out = windows(seed, size), windows(-1 - seed, size // 10)
     dense = train(jax.random.key(seed), text, "float32", steps)
     found = []
@@ -129,7 +130,7 @@ def compare(seed: int, formats: Sequence[Any], steps: int, size: int) -> list[li
         params = dense if format == "float32" else train(jax.random.key(seed), text, format, steps)
         trained, rounded = (float(measured(p, held_out, format)) for p in (params, dense))
         kept = params if format == "float32" else lowbit.quantize_tree(params, **arguments(format))[0]
-        with lowbit.materialization("error"):  # fused products of what is stored
+        with lowbit.materialization("error"):  # fused products with the stored weights
             stored = float(loss_as_stored(kept, held_out))
         if abs(stored - trained) > 1e-5 * trained:
             raise ValueError(f"{format} was trained to a loss of {trained}, and stored it has {stored}.")

@@ -1,8 +1,8 @@
-"""QLoRA: teach a language model a new kind of text while its weights stay in 4 bits.
+"""QLoRA: fine-tune a language model whose weights stay in 4 bits.
 
-Adapters lie over the NF4 weights of SmolLM2-135M; only they have gradients and an optimizer's state. The text is
-generated here: the log of a harbor in a form the model has not seen. Run it: python examples/qlora.py, some minutes on
-two cores, or with --small, for a llama with random weights, some seconds.
+The NF4 weights of SmolLM2-135M get adapters, and only these have gradients and optimizer state. The text is synthetic:
+the log of a harbor in a form that the model has not seen. Run it: python examples/qlora.py takes a few minutes on two
+cores; with --small it takes seconds, on a llama with random weights.
 """
 
 import random
@@ -32,7 +32,7 @@ def log_book(seed: int, lines: int = 32) -> str:
 
 
 def small_model() -> LanguageModel:
-    """A llama of random weights that reads bytes."""
+    """A llama with random weights whose tokens are bytes."""
     shapes = {"q": (64, 64), "k": (64, 32), "v": (64, 32), "o": (64, 64), "gate": (64, 160), "up": (64, 160)}
     normal = partial(jax.random.normal, jax.random.key(0))
     layers = {name: normal((3, *shape)) / shape[0] ** 0.5 for name, shape in {**shapes, "down": (160, 64)}.items()}
@@ -59,7 +59,7 @@ def main(small: bool = False, steps: int = 16) -> tuple[Any, Any, list[float]]:
     model = small_model() if small else LanguageModel.from_gguf(demo_model_path())
     model, report = model.quantized(NF4)
     params = lowbit.lora(model.params, "layers/*", rank=8, alpha=16, key=jax.random.key(0))
-    trainable, frozen = lowbit.partition(params)  # the adapters, and all the rest
+    trainable, frozen = lowbit.partition(params)  # the adapters, and everything else
     state, evaluate = OPTIMIZER.init(trainable), jax.jit(loss, static_argnames="config")
     sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (trainable, state)]
     print("{:,} bytes frozen in NF4, {:,} of adapters, {:,} of optimizer state".format(report.after, *sizes))

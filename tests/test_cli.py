@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -180,7 +182,7 @@ def mistakes(tiny: Path, folder: Path) -> dict[str, tuple[tuple[Any, ...], str]]
         "type": (("convert", tiny, folder / "b.gguf", "--type", "Q2_K"), "Unknown type 'Q2_K'"),
         "format": (("quantize", tiny, folder / "b", "--format", "nf5"), "Unknown format 'nf5'"),
         "rule": (("quantize", tiny, folder / "b", "--rule", "int8"), "write PATTERN=FORMAT"),
-        "pattern": (("quantize", tiny, folder / "b", "--rule", "re:(=int8"), "is no regular expression"),
+        "pattern": (("quantize", tiny, folder / "b", "--rule", "re:(=int8"), "is not a valid regular expression"),
         "text": (("inspect", folder / "text"), f"{folder / 'text'}"),
         "not nf4": (("convert", tiny, folder / "b", "--to", "gguf", "--type", "int8"), "Unknown type 'int8'"),
     }
@@ -481,6 +483,20 @@ def test_growth_is_said_as_growth(tiny: Path, tmp_path: Path) -> None:
     text = run("convert", tmp_path / "nf4", tmp_path / "dense", "--to", "safetensors", "--dequantize").output
     assert f"{after / before:.2f} times larger" in text and "smaller" not in text
     assert "the same size" in run("convert", tiny, tmp_path / "copy").output
+
+
+def test_generate_counts_the_bytes_that_are_quantized(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+
+    @contextmanager
+    def counted(doing: str) -> Iterator[Any]:
+        assert doing == "quantizing"
+        yield lambda *progress: told.append(progress), None
+
+    monkeypatch.setattr("lowbit.cli.app.counted", counted)
+    run("generate", "a low", "--raw", "--tokens", 1, "--format", "nf4", "--model", tiny)
+    done, totals = zip(*told, strict=True)
+    assert done[0] == 0 and done[-1] == totals[0] and list(done) == sorted(done) and len(set(totals)) == 1
 
 
 def test_a_format_that_bitsandbytes_cannot_hold_is_refused(tiny: Path, tmp_path: Path) -> None:

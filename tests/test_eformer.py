@@ -1,4 +1,4 @@
-"""Code written against eformer's documentation, run through the drop-in: each documented use is a test."""
+"""Code from eformer's documentation, run with the drop-in: one test per documented use."""
 
 import dataclasses
 import importlib
@@ -60,7 +60,7 @@ def test_paths_and_names() -> None:
         importlib.import_module("eformer.optimizers")
 
 
-def test_the_real_one_imported_first_is_an_error() -> None:
+def test_importing_after_the_real_eformer_raises() -> None:
     code = "import sys, types; sys.modules['eformer'] = types.ModuleType('eformer'); import lowbit.compat.eformer"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode and "eformer is imported already" in run.stderr and "import it first" in run.stderr
@@ -97,7 +97,7 @@ def test_inference_and_training_as_in_the_readme() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["binary", "ternary"])
-def test_bare_codes_with_one_threshold(dtype: str) -> None:
+def test_codes_without_a_scale_have_one_threshold(dtype: str) -> None:
     w = W.at[0, :3].set(0)
     got = quantization.quantize(w, dtype=dtype)
     half = 0.5 * np.std(np.asarray(w))
@@ -116,7 +116,7 @@ def test_nan_does_not_raise_and_is_not_hidden(dtype: str) -> None:
     assert bool(jnp.isnan(got.materialize()[3, 5]))
 
 
-def test_an_unknown_type_lists_the_known() -> None:
+def test_an_unknown_type_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'int3'.*nf4"):
         quantization.QuantizationConfig(dtype="int3")
 
@@ -131,7 +131,7 @@ def test_int8_with_bfloat16_inputs() -> None:
     assert_close(output, X.astype(jnp.bfloat16).astype(jnp.float32) @ quantized.materialize())
 
 
-def test_parts_by_position() -> None:
+def test_components_by_position() -> None:
     q = quantization.Array8B.quantize(W, axis=0)
     assert_same_bits(quantization.Array8B(q.scale, q.weight, (0,)), q)
     assert_same_bits(quantization.Array8B(scale=q.scale, weight=q.weight), q)
@@ -185,7 +185,7 @@ def test_straight_through_in_a_training_step(name: str, options: dict) -> None:
     assert_close(getattr(quantization, name)(W, **options), want)
 
 
-def test_operators_of_few_values() -> None:
+def test_rsr_operators() -> None:
     binary = jnp.array([[0, 1, 1, 0], [1, 0, 0, 1]], jnp.int32)
     v = jnp.array([1.0, 2.0])
     for operator in (
@@ -213,7 +213,7 @@ def test_sharding_methods() -> None:
 # --- handlers
 
 
-def test_every_handler_is_there_and_runs_its_primitive() -> None:
+def test_every_handler_exists_and_runs_its_primitive() -> None:
     names = {
         "lt": ["xy"], "convert_element_type": ["operand_pos", "operand_kw"], "integer_pow": ["xy", "x"], "div": ["xy"],
         "sqrt": ["x"], "dot_general": ["lhs_rhs"], "add": ["xy"], "reduce": ["operand_init_value"], "mul": ["xy"],
@@ -283,7 +283,7 @@ def test_functions() -> None:
 # --- the runtime
 
 
-def test_an_array_of_your_own() -> None:
+def test_a_user_defined_array() -> None:
     @dataclasses.dataclass
     class Halved(jaximus.ImplicitArray):
         data: jax.Array
@@ -379,7 +379,7 @@ class Folded(jaximus.ImplicitArray, warn_on_materialize=False):
         return (self.data * self.scale).reshape(self.shape).astype(self.dtype)
 
 
-def test_shape_and_dtype_are_fields_of_a_class_of_your_own() -> None:
+def test_shape_and_dtype_are_fields_of_user_defined_classes() -> None:
     a, b = W[:, :4], W[:4]
     array = LowRank(a, b, shape=(128, 256), dtype=jnp.float32)
     assert (array.shape, array.dtype, array.aval.shape) == ((128, 256), jnp.float32, (128, 256))
@@ -400,16 +400,16 @@ def test_shape_and_dtype_are_fields_of_a_class_of_your_own() -> None:
         assert_close(jax.vmap(lambda w: X @ w)(stack)[1], 4 * (X @ (a @ b)))
 
 
-def test_a_class_that_needs_its_shape_is_given_it() -> None:
+def test_materialize_may_use_a_given_shape() -> None:
     array = Folded(W.reshape(-1), shape=(256, 128), dtype=jnp.bfloat16, scale=2.0)
     assert array.dtype == jnp.bfloat16
     with lowbit.materialization("allow"):
         assert_close(array.T, (2 * W).reshape(256, 128).astype(jnp.bfloat16).T)
     with pytest.raises(AttributeError, match=r"materialize\(\) of Folded asks for shape.*pass shape="):
         _ = Folded(W, dtype=jnp.float32)
-    with pytest.raises(ValueError, match=r"LowRank of shape \(128, 25\) does not fit .* gives \(128, 256\)"):
+    with pytest.raises(ValueError, match=r"LowRank has shape=\(128, 25\), but its .* gives \(128, 256\)"):
         LowRank(W[:, :4], W[:4], shape=(128, 25))
-    with pytest.raises(ValueError, match=r"LowRank of dtype bfloat16 does not fit .* gives float32"):
+    with pytest.raises(ValueError, match=r"LowRank has dtype=bfloat16, but its .* gives float32"):
         LowRank(W[:, :4], W[:4], dtype=jnp.bfloat16)
 
     @dataclasses.dataclass
@@ -465,7 +465,7 @@ def test_documented_fields() -> None:
     assert (config.block_size, config.simulate, config.use_kernel) == (64, False, True)
 
 
-def test_the_config_wins_and_blocks_are_for_nf4_alone() -> None:
+def test_a_config_takes_precedence_and_blocks_are_for_nf4_alone() -> None:
     nf4 = quantization.QuantizationConfig("nf4", block_size=32)
     got = quantization.quantize(W, nf4, dtype="int8", block_size=16, simulate=True)
     assert isinstance(got, quantization.ArrayNF4) and got.block_size == 32

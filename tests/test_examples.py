@@ -1,4 +1,4 @@
-"""The examples of whole models: what each quantized, that nothing goes dense, and what it costs."""
+"""The examples: what each quantizes, that nothing goes dense, and the error."""
 
 import importlib.util
 import re
@@ -112,7 +112,7 @@ def check_report(report: lowbit.Report, weights: Weights, params: Any, printed: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_each_framework_runs_as_stored(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_each_framework_runs_quantized(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     import equinox as eqx
 
     weights, smaller, bound = MODELS[name]
@@ -128,7 +128,7 @@ def test_a_model_of_each_framework_runs_as_stored(name: str, capsys: pytest.Capt
     assert_close(got, eqx.filter_jit(forward)(lowbit.dequantize_tree(params), example.IDS))
 
 
-def test_training_beside_frozen_weights_leaves_them_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_does_not_change_frozen_weights(capsys: pytest.CaptureFixture[str]) -> None:
     example = load("optax_frozen")
     with lowbit.materialization("error"):
         before, after, report, error, losses = example.main()
@@ -154,7 +154,7 @@ def test_training_beside_frozen_weights_leaves_them_as_they_are(capsys: pytest.C
             assert np.any(a != b), row.path
 
 
-def test_training_through_a_format_stores_what_was_trained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_qat_stores_the_trained_values(capsys: pytest.CaptureFixture[str]) -> None:
     example = load("qat")
     rows = example.main(seeds=1, formats=("float32", "ternary"), steps=4, size=40)
     (_, dense, *_), (_, trained, stored, rounded, over, worst, recovered, least) = rows

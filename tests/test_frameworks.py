@@ -1,4 +1,4 @@
-"""Models of Flax and Equinox, unmodified, with quantized leaves in every format: as with dense ones, and fused."""
+"""Unmodified models of Flax and Equinox with quantized leaves in every format: equal to dense ones, and fused."""
 
 from collections.abc import Callable
 from functools import partial
@@ -342,7 +342,7 @@ def linen_training(format: str) -> tuple[Any, Callable[[Any], Any]]:
     return params, gradient
 
 
-def test_adamw_on_the_trained_part(format: str) -> None:
+def test_adamw_on_the_trainable_leaves(format: str) -> None:
     params, gradient = linen_training(format)
 
     @jax.jit

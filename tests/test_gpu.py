@@ -189,8 +189,8 @@ def test_a_layer_of_a_stack_is_not_copied() -> None:
 
 def test_export_names_the_call_and_serves_several_platforms() -> None:
     x, q = normal(0, 4, 64), Layout("int8", -2, None).quantize(normal(1, 64, 32))
-    safe = [export.DisabledSafetyCheck.custom_call(CALL)]
-    product = export.export(jax.jit(lambda x, q: x @ q), platforms=["cuda"], disabled_checks=safe)
+    checks = lowbit.export_checks()
+    product = export.export(jax.jit(lambda x, q: x @ q), platforms=["cuda"], disabled_checks=checks)
     assert f"@{CALL}" in product(x, *[q]).mlir_module()
     text = jax.jit(lambda x, q: x @ q).trace(x, q).lower(lowering_platforms=("cpu", "cuda")).as_text()
     assert f"@{CALL}" in text

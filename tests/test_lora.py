@@ -1,4 +1,4 @@
-"""Adapters over frozen weights: the same as the dense sum in every program, fused, and trained alone."""
+"""Adapters over frozen weights: equal to the dense sum in every program, fused, and trained alone."""
 
 import functools
 from pathlib import Path
@@ -17,6 +17,7 @@ from test_transforms import DENSE, TOLERANCE
 
 import lowbit
 from lowbit import LoraArray, implicit
+from lowbit.models.patterns import leaf_path
 from lowbit.testing import dense_weights, equations
 
 KEY = jax.random.key(7)
@@ -60,7 +61,7 @@ def test_a_feature_equals_the_dense_program(feature: str) -> None:
         assert dense_weights(traced.jaxpr, p) == []
 
 
-def test_the_start_is_the_base_to_the_bit() -> None:
+def test_a_new_adapter_does_not_change_the_output() -> None:
     x, base = activations(), weights(layouts()[0])["w"]
     w = lowbit.lora({"w": base}, "w", key=KEY)["w"]
     assert w.base is base and w.rank == 8 and w.scale == 1.0
@@ -69,7 +70,7 @@ def test_the_start_is_the_base_to_the_bit() -> None:
     np.testing.assert_array_equal(w.materialize(), base.materialize())
 
 
-def test_a_product_is_two_from_either_side() -> None:
+def test_a_product_from_either_side_is_that_of_base_and_factors() -> None:
     p, x, y = adapted_weights(layouts()[0]), activations(), jnp.ones((ROWS, N))
     stacked = jnp.stack([x] * LAYERS)
     for fn, arg, name in (
@@ -183,7 +184,7 @@ def test_only_the_adapters_have_gradients_and_no_base_is_built() -> None:
     assert memory.temp_size_in_bytes <= of_dense.temp_size_in_bytes + 2**16
 
 
-def test_layers_outside_of_implicit_and_rows_that_are_no_layers() -> None:
+def test_slicing_layers_and_rows_outside_implicit() -> None:
     x, p = activations(), adapted_weights(layouts()[0])
     square = p["square"]
     got = jax.vmap(lambda w: x @ w)(p["stack"])  # JAX takes the layers of every part
@@ -221,7 +222,7 @@ def test_partition_takes_the_adapters_alone() -> None:
 # --- which leaves have adapters
 
 
-def test_rules_choose_the_leaves() -> None:
+def test_patterns_choose_the_leaves() -> None:
     params = {
         "attn": {"q": jnp.ones((K, K)), "norm": jnp.ones((LAYERS, K))},
         "up": jnp.ones((K, N)),
@@ -233,7 +234,7 @@ def test_rules_choose_the_leaves() -> None:
         found = jax.tree_util.tree_leaves_with_path(
             lowbit.lora(params, rules, key=KEY), is_leaf=lambda x: isinstance(x, LoraArray)
         )
-        return {lowbit.tree.leaf_path(path): w.rank for path, w in found if isinstance(w, LoraArray)}
+        return {leaf_path(path): w.rank for path, w in found if isinstance(w, LoraArray)}
 
     assert ranks("*") == {"attn/q": 8, "up": 8}
     assert ranks("attn/*") == {"attn/q": 8}
@@ -242,12 +243,12 @@ def test_rules_choose_the_leaves() -> None:
     assert ranks([lowbit.Rule("up", None), "*"]) == {"attn/q": 8}
     for rules, message in {
         "*kernel": r"No leaf matches '\*kernel'.*attn/norm, attn/q, bias",
-        "bias": "'bias' matches bias, but no weight that could have an adapter",
-        ("up", "tiny"): r"tiny of shape \(4, 4\) cannot have an adapter of rank 8",
+        "bias": "The pattern 'bias' matches bias, but no leaf that can have an adapter",
+        ("up", "tiny"): r"rank=8 must be at most min\(in, out\) = 4 for tiny of shape \(4, 4\)\.",
     }.items():
         with pytest.raises(ValueError, match=message):
             lowbit.lora(params, rules, key=KEY)
-    with pytest.raises(ValueError, match="'up' asks for the rank 0"):
+    with pytest.raises(ValueError, match="The rank 0 of the pattern 'up' must be an integer >= 1"):
         lowbit.lora(params, {"up": 0}, key=KEY)
     once = lowbit.lora(params, "up", key=KEY)
     with pytest.raises(ValueError, match="up has an adapter already: merge it first"):
@@ -304,7 +305,7 @@ def test_adapters_alone_are_saved_and_loaded(tmp_path: Path) -> None:
 # --- meshes
 
 
-def test_adapters_lie_where_the_base_does() -> None:
+def test_adapters_are_sharded_like_the_base() -> None:
     mesh = jax.make_mesh((2, 2), ("e", "x"), axis_types=(AxisType.Auto,) * 2)
     experts, k, n = 4, 128, 64
     q = lowbit.Array8B.quantize(jax.random.normal(KEY, (experts, k, n)), axis=-2)

@@ -22,6 +22,11 @@ def test_importing_initialises_no_backend() -> None:
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True, capture_output=True)
 
 
+def test_importing_lowbit_gives_the_testing_module() -> None:
+    code = "import lowbit, jax.numpy as jnp; assert lowbit.testing.dense_weights(jnp.sin, 1.0) == []"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_every_public_name_has_a_docstring_and_an_example() -> None:
     assert (PACKAGE / "py.typed").exists()
     names = [name for name in vars(lowbit) if not name.startswith("_")]
@@ -42,6 +47,26 @@ def test_every_public_name_has_a_docstring_and_an_example() -> None:
         assert getattr(lowbit, name).__doc__, name
     for name in ("aux_field", "implicit", "register", "ste", "materialize", "Array8B", "ArrayNF4", "Array1B"):
         assert ">>>" in getattr(lowbit, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matmul_bf16_int8_weight_only",
+        "safe_materialize",
+        "straight_through_nf4",
+        "straight_through_8bit",
+        "straight_through_1bit",
+    ],
+)
+def test_names_of_eformer_are_importable_from_lowbit_and_documented_as_such(name: str) -> None:
+    function = getattr(lowbit, name)
+    assert function.__module__ == "lowbit.compat.eformer_names" and function.__doc__.startswith("eformer's ")
+
+
+def test_importing_lowbit_leaves_eformer_alone() -> None:
+    code = "import sys, lowbit; assert 'eformer' not in sys.modules and 'lowbit.compat.eformer' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def docstrings_of_variables() -> list[tuple[Path, str]]:
@@ -69,6 +94,16 @@ def test_each_room_knows_what_it_may() -> None:
             assert not formats.search(path.read_text()), path
     for path in (PACKAGE / "runtime").rglob("*.py"):
         assert "lowbit.formats" not in path.read_text() and "from .." not in path.read_text()
+
+
+def test_the_top_level_holds_rooms_and_the_one_entrance() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == {
+        "__init__.py",
+        "__main__.py",
+        "config.py",
+        "py.typed",
+        "testing.py",
+    }
 
 
 def blocks(path: Path) -> list[str]:

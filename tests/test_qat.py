@@ -1,4 +1,4 @@
-"""Training through quantization: what is simulated is what is stored, and the gradients are those promised."""
+"""Quantization-aware training: simulated values equal stored ones, and gradients pass straight through."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ RULES = (CHOSEN | BY_HAND) if HALF is None else (BY_HAND, CHOSEN)[HALF]
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_is_simulated_in_training_is_what_is_stored(name: str) -> None:
+def test_simulated_values_equal_stored_ones(name: str) -> None:
     rules = RULES[name]
 
     @jax.jit
@@ -104,7 +104,7 @@ def test_what_is_simulated_in_training_is_what_is_stored(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_weights_read_as_they_are_stored(dtype: Any) -> None:
+def test_simulated_half_precision_weights_equal_stored_ones(dtype: Any) -> None:
     params = {"kernel": normal(64, 32).astype(dtype)}
     for rules in ("ternary", "int8", "nf4"):
         stored, _ = quantize_tree(params, rules)
@@ -257,17 +257,29 @@ def test_the_gradient_of_a_learned_scale_is_that_of_a_step_size(format: str) -> 
     np.testing.assert_allclose(np.abs(np.asarray(w) - value), nearest, atol=1e-5)
 
 
+def test_weights_left_in_full_precision_warn() -> None:
+    params = {"kernel": normal(64, 32), "theta": normal(64, 32)}
+    with pytest.warns(UserWarning, match=r"in full precision.*No leaf matches '\*kernle'.*strict=True") as caught:
+        assert straight_through_tree(params, {"*kernle": "int8"}) == params
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"in full precision.*theta: name not known: pass fn=.*strict=True"):
+        through = straight_through_tree(params, "ternary")
+    assert through["theta"] is params["theta"] and through["kernel"] is not params["kernel"]
+
+
 def test_errors_name_what_was_asked() -> None:
     w = normal(64, 32)
     params = {"kernel": w, "other": {"kernel": w}}
     with pytest.raises(ValueError, match=r"No leaf matches '\*kernle'"):
-        straight_through_tree(params, {"*kernle": "int8"})
-    assert straight_through_tree(params, {"*kernle": "int8"}, strict=False) == params
+        straight_through_tree(params, {"*kernle": "int8"}, strict=True)
     with pytest.raises(ValueError, match="theta: name not known: pass fn="):
-        straight_through_tree({"theta": w}, "ternary")
+        straight_through_tree({"theta": w}, "ternary", strict=True)
+    for function in (straight_through_tree, learned_scales):
+        with pytest.raises(ValueError, match="kernel: 3 axes"):
+            function({"kernel": normal(4, 64, 32)}, "ternary", strict=True)
     stored, _ = quantize_tree(params, {"kernel": "int8"})
     with pytest.raises(ValueError, match="kernel: quantized already, as Array8B"):
-        straight_through_tree(stored, {"*kernel": "int8"})
+        straight_through_tree(stored, {"*kernel": "int8"}, strict=True)
     assert straight_through_tree(stored, "int8")["kernel"] is stored["kernel"]  # a default takes what it can
     with pytest.raises(ValueError, match=r"other/kernel: Cannot quantize to 'int8': 1 of 2048 values are NaN"):
         learned_scales({"other": {"kernel": w.at[0, 1].set(jnp.nan)}}, "int8")
@@ -281,13 +293,13 @@ def test_errors_name_what_was_asked() -> None:
         learned_scales({"kernel": w.at[:, 3].set(0)}, "int8")
     with pytest.raises(ValueError, match=r"scale= for 'nf4' has the shape \(32,\).* needs scales of \(64, 1\)"):
         lowbit.quantize(w, scale=jnp.ones(32))
-    with pytest.raises(ValueError, match="scales lacks kernel, which the rules quantize: make it by learned_scales"):
+    with pytest.raises(ValueError, match="scales lacks kernel, which the patterns quantize: make it by learned_scales"):
         quantize_tree(params, "int8", scales={"kernel": None, "other": {"kernel": None}})
     negative = jax.jit(lambda w, s: straight_through(w, "int8", scale=s))(w, jnp.full((64, 1), -1.0))
     assert bool(jnp.isnan(negative).all())
 
 
-def test_a_format_without_a_largest_level_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_raises_for_a_format_without_a_largest_level(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = lowbit.Format("plain", lowbit.Array8B.quantize, error=0.0087, bits=8.0, blocked=False)
     monkeypatch.setitem(FORMATS, "plain", plain)
     w = normal(64, 32)

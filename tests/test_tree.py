@@ -1,10 +1,12 @@
-"""quantize_tree: which leaves, in which format, along which axis; and a report that says so."""
+"""quantize_tree: which leaves get which format along which axis, and the report."""
 
 import dataclasses
+import inspect
 import re
+import typing
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ from helpers import assert_close, assert_same_bits
 from jax import lax
 
 import lowbit
-from lowbit import QuantizationConfig, Rule, quantize_tree, tree
+from lowbit import QuantizationConfig, Rule, quantize_tree
+from lowbit.models.axes import axes_by_name
+from lowbit.models.histogram import histogram
 
 
 def normal(*shape: int) -> jax.Array:
@@ -37,7 +41,7 @@ def formats(report: lowbit.Report) -> dict[str, str | None]:
     return {row.path: row.format for row in report if row.format}
 
 
-def test_one_word_quantizes_the_weights_and_nothing_else() -> None:
+def test_a_format_quantizes_the_weights_and_nothing_else() -> None:
     params = model()
     quantized, report = quantize_tree(params, "int8")
     assert formats(report) == {
@@ -56,14 +60,14 @@ def test_one_word_quantizes_the_weights_and_nothing_else() -> None:
     assert reasons["layers/0/norm/scale"] == "a vector"
 
 
-def test_the_first_rule_that_matches_decides() -> None:
+def test_the_first_pattern_that_matches_decides() -> None:
     rules = {"*1/up*": None, "*embed*": "int8", "re:layers/\\d+/.*": "ternary", "*": "nf4"}
     _, report = quantize_tree(model(), rules)
     assert formats(report) == {"embed/embedding": "int8", "layers/0/up/kernel": "ternary"}
-    assert report["layers/1/up/kernel"].why == "the rule '*1/up*'"
+    assert report["layers/1/up/kernel"].why == "the pattern '*1/up*'"
 
 
-def test_what_a_rule_names_is_quantized_small_or_not_and_vectors_when_it_names_them_alone() -> None:
+def test_a_pattern_quantizes_small_leaves_and_vectors_only_if_it_matches_nothing_else() -> None:
     _, report = quantize_tree(model(), {"tiny*": "int8", "*bias": "int8", "*layers*": "nf4"}, strict=True)
     assert formats(report) == {
         "tiny/kernel": "int8",
@@ -73,17 +77,17 @@ def test_what_a_rule_names_is_quantized_small_or_not_and_vectors_when_it_names_t
         "layers/1/up/kernel": "nf4",
     }
     assert report["layers/0/norm/scale"].why == "a vector"
-    assert report["embed/embedding"].why == "no rule matches"
+    assert report["embed/embedding"].why == "no pattern matches"
 
 
-def test_rules_may_look_at_shape_and_dtype_and_set_axis_and_options() -> None:
+def test_rules_may_test_shape_and_dtype_and_set_axis_and_options() -> None:
     rules = [
         Rule("*", QuantizationConfig("nf4", 32, axis=0, double_quant=True), where=lambda leaf: leaf.shape == (64, 96)),
         Rule("*kernel", "binary", where=lambda leaf: leaf.dtype == jnp.float32 and leaf.ndim == 2),
     ]
     params, report = quantize_tree(model(), rules)
     assert formats(report) == {"layers/0/up/kernel": "nf4", "layers/1/up/kernel": "binary", "tiny/kernel": "binary"}
-    assert report["layers/0/up/kernel"].why == "rule"
+    assert report["layers/0/up/kernel"].why == "the pattern's axis"
     want = lowbit.ArrayNF4.quantize(model()["layers"][0]["up"]["kernel"], axis=0, block_size=32, double_quant=True)
     assert_same_bits(params["layers"][0]["up"]["kernel"], want)
 
@@ -108,16 +112,16 @@ def test_rules_may_look_at_shape_and_dtype_and_set_axis_and_options() -> None:
     ],
 )
 def test_names_tell_the_axis(path: str, shape: tuple[int, ...], axes: Any) -> None:
-    assert lowbit.axes.axes_by_name(path, shape).axes == axes
+    assert axes_by_name(path, shape).axes == axes
 
 
-def test_ambiguous_leaves_are_kept_and_said_or_raise() -> None:
+def test_leaves_without_a_known_axis_are_kept_or_raise() -> None:
     params = {"theta": normal(64, 64), "kernel": normal(64, 4, 16)}
     with pytest.warns(UserWarning, match="none of 2 arrays"):
         quantized, report = quantize_tree(params, "nf4")
     assert quantized["theta"] is params["theta"]
-    assert report["theta"].why == "name not known: pass fn=, or a rule with an axis"
-    assert report["kernel"].why == "3 axes: pass fn=, or a rule with an axis"
+    assert report["theta"].why == "name not known: pass fn=, or a pattern with an axis"
+    assert report["kernel"].why == "3 axes: pass fn=, or a pattern with an axis"
     with pytest.raises(ValueError, match=r"Could not quantize as asked: kernel: 3 axes.*; theta: name not known"):
         quantize_tree(params, "nf4", strict=True)
     _, report = quantize_tree(params, QuantizationConfig("nf4", axis=0), strict=True)
@@ -182,7 +186,7 @@ def test_all_contracted_axes_share_a_scale_where_a_format_has_no_blocks() -> Non
     assert report["w"].axis == (-3, -2)
 
 
-def test_what_the_program_does_not_settle_is_said() -> None:
+def test_the_report_tells_what_the_program_leaves_open() -> None:
     params = {"both": normal(64, 64), "unused": normal(64, 64), "scale": normal(3, 640), "weight": normal(64, 64)}
 
     def fn(p: Any, x: jax.Array) -> jax.Array:
@@ -192,7 +196,7 @@ def test_what_the_program_does_not_settle_is_said() -> None:
         UserWarning, match=r"keeps 32,768 of .*: both \(fn contracts it .*\); unused \(fn does not use it\)"
     ):
         _, report = quantize_tree(params, "nf4", fn=fn, args=(jax.ShapeDtypeStruct((8, 64), jnp.float32),))
-    assert report["both"].why == "fn contracts it along axes (-1,) and (-2,): choose one by a rule with an axis"
+    assert report["both"].why == "fn contracts it along axes (-1,) and (-2,): choose one by a pattern with an axis"
     assert report["unused"].why == "fn does not use it"
     assert report["scale"].why == "the name of a norm or a bias"
     assert formats(report) == {"weight": "nf4"}  # not used, but its name tells
@@ -204,10 +208,10 @@ def test_what_the_program_does_not_settle_is_said() -> None:
     params["both"] = params["kernel"]
     with pytest.raises(TypeError) as error:
         quantize_tree(params, "nf4", fn=lambda p, x: fn(p, x) + "a", args=(normal(8, 64),))
-    assert any("quantize_tree traced fn" in note for note in error.value.__notes__)
+    assert any("lowbit traced fn" in note for note in error.value.__notes__)
 
 
-def test_what_is_not_multiplied_is_kept_and_refused_to_a_rule_that_names_it() -> None:
+def test_a_leaf_that_no_product_uses_is_kept_and_refused_to_a_pattern_that_names_it() -> None:
     params, x = (
         {"a": {"kernel": normal(64, 64)}, "gain": normal(64, 64), "b": {"kernel": normal(64, 64)}},
         normal(8, 64),
@@ -223,19 +227,19 @@ def test_what_is_not_multiplied_is_kept_and_refused_to_a_rule_that_names_it() ->
         quantize_tree(params, {"*kernel": "nf4"}, fn=fn, args=(x,), strict=True)
 
 
-def test_joined_weights_are_followed() -> None:
+def test_concatenated_weights_are_followed() -> None:
     params = {"q": normal(64, 32), "k": normal(64, 16)}
     fn = partial(lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], -1))
     _, report = quantize_tree(params, "int8", fn=fn, args=(normal(8, 64),), strict=True)
     assert [row.axis for row in report] == [-2, -2]
 
 
-def test_strict_finds_rules_that_match_nothing() -> None:
+def test_strict_raises_for_patterns_that_match_nothing() -> None:
     with pytest.raises(ValueError, match=r"No leaf matches '\*embd\*'.*The paths are embed/embedding, layers/0"):
         quantize_tree(model(), {"*embd*": "int8", "*": "nf4"}, strict=True)
     _, report = quantize_tree(model(), {"*embd*": "int8", "*": "nf4"})
     assert report.unmatched == ("*embd*",)
-    assert str(report).endswith("The rule '*embd*' matched no leaf.")
+    assert str(report).endswith("The pattern '*embd*' matched no leaf.")
 
 
 @pytest.mark.parametrize(
@@ -243,10 +247,10 @@ def test_strict_finds_rules_that_match_nothing() -> None:
     [
         ("nf5", ValueError, "Unknown quantization type 'nf5'"),
         ({"*": "nf5"}, ValueError, "Unknown quantization type 'nf5'"),
-        ({"*": 4}, TypeError, "The rule '*' asks for 4"),
-        ({3: "nf4"}, TypeError, "The pattern of a rule is a string, not 3"),
-        ({"re:(": "nf4"}, ValueError, "The pattern 're:(' is no regular expression"),
-        ([("*", "nf4")], TypeError, "('*', 'nf4') is neither"),
+        ({"*": 4}, TypeError, "The pattern '*' has the format 4"),
+        ({3: "nf4"}, TypeError, "A pattern must be a string, not 3"),
+        ({"re:(": "nf4"}, ValueError, "The pattern 're:(' is not a valid regular expression"),
+        ([("*", "nf4")], TypeError, "not ('*', 'nf4')"),
     ],
 )
 def test_bad_rules_raise_at_once(rules: Any, error: type[Exception], text: str) -> None:
@@ -254,7 +258,7 @@ def test_bad_rules_raise_at_once(rules: Any, error: type[Exception], text: str) 
         quantize_tree(model(), rules)
 
 
-def test_the_report_is_right() -> None:
+def test_the_report_has_sizes_errors_and_totals() -> None:
     params, report = quantize_tree(model(), {"*embed*": "nf4", "*": "int8"})
     row = report["embed/embedding"]
     w = model()["embed"]["embedding"]
@@ -284,7 +288,7 @@ def test_a_plan_needs_no_weights() -> None:
     assert report["embed/embedding"].error is None
 
 
-def test_quantized_leaves_are_left_alone_and_tied_ones_stay_tied() -> None:
+def test_quantized_leaves_are_kept_and_tied_ones_stay_tied() -> None:
     w = normal(64, 64)
     params, report = quantize_tree({"a": {"kernel": w}, "b": {"kernel": w}}, "nf4")
     assert params["a"]["kernel"] is params["b"]["kernel"]
@@ -317,22 +321,35 @@ def test_errors_name_the_leaf() -> None:
         quantize_tree({"a": {"kernel": normal(64, 64).at[2, 3].set(jnp.nan)}}, "nf4")
 
 
-def test_dequantize_tree_is_the_way_back() -> None:
+def test_dequantize_tree_makes_all_leaves_dense() -> None:
     params, _ = quantize_tree(model(), "int8")
     dense = lowbit.dequantize_tree(params)
     assert jax.tree.structure(dense) == jax.tree.structure(model())
     assert_close(dense["embed"]["embedding"], params["embed"]["embedding"].materialize(), 0)
 
 
-def test_long_work_shows_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    now = iter(range(1000))
-    monkeypatch.setattr(tree.time, "monotonic", partial(next, now))
-    quantize_tree(model(), "int8")
-    assert "quantizing" in capsys.readouterr().err
-    monkeypatch.setattr(tree.time, "monotonic", lambda: 0.0)
-    quantize_tree(model(), "int8")
-    assert capsys.readouterr().err == ""
+def test_progress_is_called_with_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    params, told = {"a": {"kernel": normal(64, 32)}, "b": {"kernel": normal(64, 96)}, "name": "a model"}, []
+    _, report = quantize_tree(params, "int8", progress=lambda done, total: told.append((done, total)))
+    total = report.before
+    assert told == [(0, total), (4 * 64 * 32, total), (total, total)] and total == 4 * 64 * (32 + 96)
+    assert capsys.readouterr() == ("", "")  # bars belong to the command
+
+
+def test_the_types_of_trees_are_kept() -> None:
+    for function in (quantize_tree, lowbit.partition):
+        hints = typing.get_type_hints(function)
+        first = hints[next(iter(hints))]
+        assert isinstance(first, TypeVar) and typing.get_args(hints["return"])[0] is first
+    for function in (lowbit.dequantize_tree, lowbit.straight_through_tree, lowbit.combine, lowbit.lora, lowbit.merge):
+        hints = typing.get_type_hints(function)
+        assert hints["return"] is hints[next(iter(hints))]
+    assert typing.get_args(typing.get_type_hints(quantize_tree)["return"])[1] is lowbit.Report
+
+
+def test_strict_is_off_by_default_everywhere() -> None:
+    for function in (quantize_tree, lowbit.straight_through_tree, lowbit.learned_scales):
+        assert inspect.signature(function).parameters["strict"].default is False
 
 
 @pytest.mark.parametrize("format", list(lowbit.FORMATS))
@@ -345,17 +362,17 @@ def test_histograms_count_weights_between_the_levels(format: str) -> None:
     assert np.abs(want - found.counts).sum() <= 4  # a weight on the edge of two bins may be in either
     levels = np.unique(np.round(np.asarray(stored.materialize() / stored.scale), 3))
     np.testing.assert_allclose(found.levels, levels, atol=1e-3)
-    assert tree.histogram("", w.T, stored.T) == dataclasses.replace(found, path="")
+    assert histogram("", w.T, stored.T) == dataclasses.replace(found, path="")
 
 
-def test_a_weight_far_out_does_not_hide_the_others() -> None:
+def test_an_outlier_does_not_flatten_a_histogram() -> None:
     w = normal(64, 96).at[3, 4].set(1e4)
     _, report = quantize_tree({"kernel": w}, lowbit.QuantizationConfig("binary", 16, axis=-2), histograms=8)
     (found,) = report.histograms
     assert sum(found.counts) == w.size - 1 and max(found.counts) < w.size / 4
 
 
-def test_histograms_are_of_arrays_that_are_there() -> None:
+def test_histograms_need_values_and_count_tied_arrays_once() -> None:
     w = normal(64, 96)
     tied, report = quantize_tree({"a": {"kernel": w}, "b": {"kernel": w}, "bias": jnp.ones(96)}, "nf4", histograms=8)
     assert [found.path for found in report.histograms] == ["a/kernel"] and tied["b"]["kernel"] is tied["a"]["kernel"]
@@ -365,7 +382,7 @@ def test_histograms_are_of_arrays_that_are_there() -> None:
     assert_same_bits(traced["kernel"], tied["a"]["kernel"])
     zeros = quantize_tree({"kernel": jnp.zeros((64, 96))}, "nf4", histograms=8)[1].histograms
     assert zeros[0].limit == 1.0 and sum(zeros[0].counts) == w.size
-    with pytest.raises(ValueError, match="histograms=-1 must be how many of the worst tensors to show"):
+    with pytest.raises(ValueError, match="histograms=-1 must be the number of leaves to show"):
         quantize_tree({"kernel": w}, "nf4", histograms=-1)
 
 
@@ -399,7 +416,7 @@ def test_implicit_arrays_of_other_kinds_are_kept() -> None:
         quantize_tree(params, {"*kernel": "int8"}, strict=True)
 
 
-def test_a_tree_of_which_nothing_is_quantized_warns_once() -> None:
+def test_quantizing_nothing_warns_once() -> None:
     unknown = {
         "a": normal(64, 96),
         "b": {"c": normal(64, 32)},
@@ -418,7 +435,7 @@ def test_a_tree_of_which_nothing_is_quantized_warns_once() -> None:
         r"Pass fn= and args=, .*or patterns with a QuantizationConfig that has an axis", str(warning.message)
     )
     for params, rules, said in (
-        ({"kernel": normal(64, 96)}, {"*kernels": "nf4"}, r"none of 1 arrays: kernel \(no rule matches\)"),
+        ({"kernel": normal(64, 96)}, {"*kernels": "nf4"}, r"none of 1 arrays: kernel \(no pattern matches\)"),
         ({"kernel": normal(4, 4)}, "nf4", r"none of 1 arrays: kernel \(fewer than 1,024 elements\)"),
         ({"name": "model"}, "nf4", "finds no array among the 1 leaves"),
     ):
@@ -426,7 +443,7 @@ def test_a_tree_of_which_nothing_is_quantized_warns_once() -> None:
             quantize_tree(params, rules)
 
 
-def test_a_tree_of_which_most_is_kept_for_want_of_an_axis_warns_once() -> None:
+def test_keeping_most_bytes_for_lack_of_an_axis_warns_once() -> None:
     params = {"kernel": normal(64, 96), "a": normal(64, 80), "c": normal(64, 96)}
     with pytest.warns(
         UserWarning, match=r"keeps 45,056 of the 69,632 bytes of large arrays dense.*: a \(.*; c \("

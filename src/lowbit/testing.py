@@ -1,4 +1,4 @@
-"""For tests, ours and yours: see whether a program ever builds a dense weight."""
+"""Check in tests whether a program ever builds a dense weight."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from .runtime._compat import is_jaxpr, opened, subjaxprs
 
 
 class DenseWeight(NamedTuple):
-    """A value with the shape of a weight, and the primitive that made it."""
+    """A value with the shape of a weight, and the primitive that computes it."""
 
     primitive: str
     shape: tuple[int, ...]
@@ -23,17 +23,16 @@ class DenseWeight(NamedTuple):
 
 
 def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[DenseWeight]:
-    """Every floating-point value of a weight's logical shape that a program makes outside the product primitive.
+    """List the floating-point values with the logical shape of a weight that a program computes.
 
-    Weights are the implicit arrays in `args`, and those that the program multiplies with. A layer of a stack and a
-    transposed weight count too. Inside the product a kernel may decode as it likes.
+    Weights are the implicit arrays in `args` and those that the program multiplies by, whole, by layer of a stack, and
+    transposed. Values inside the product primitive do not count: a kernel decodes tiles of the weight there.
 
     >>> import jax.numpy as jnp, lowbit
-    >>> from lowbit.testing import dense_weights
     >>> x, q = jnp.ones((2, 64)), lowbit.Array8B.quantize(jnp.ones((64, 32)))
-    >>> dense_weights(lambda x, q: x @ q, x, q)
+    >>> lowbit.testing.dense_weights(lambda x, q: x @ q, x, q)
     []
-    >>> dense_weights(lambda x, q: x @ q.materialize(), x, q)[-1]
+    >>> lowbit.testing.dense_weights(lambda x, q: x @ q.materialize(), x, q)[-1]
     DenseWeight(primitive='mul', shape=(64, 32), dtype='float32')
     """
     program: Any = fn_or_jaxpr if is_jaxpr(fn_or_jaxpr) else jax.make_jaxpr(fn_or_jaxpr)(*args)
@@ -42,8 +41,8 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     found = list(equations(jaxpr))
     for eqn in found:
         if eqn.primitive is matmul_p:
-            parts = [v.aval for v in eqn.invars[1:]]
-            weight: QuantizedArray = jax.tree.unflatten(eqn.params["tree"], parts)
+            components = [v.aval for v in eqn.invars[1:]]
+            weight: QuantizedArray = jax.tree.unflatten(eqn.params["tree"], components)
             weights.append(weight.shape)
     shapes = {shape for weight in weights for shape in _forms(weight)}
     return [
@@ -56,7 +55,7 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
 
 
 def _forms(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """A weight's shape, those of its layers, and each transposed; no matrix of a single row, which is an activation."""
+    """The shape of a weight and of its layers, each also transposed; not a single row, which is an activation."""
     for first in range(max(len(shape) - 1, 1)):
         layer = shape[first:]
         if math.prod(layer) > max(layer):
@@ -65,7 +64,7 @@ def _forms(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """All equations of a program and of those inside it, but for the inside of a product."""
+    """All equations of a program and of its inner programs, except inside the product primitive."""
     for eqn in jaxpr.eqns:
         yield eqn
         if eqn.primitive is not matmul_p:

@@ -19,7 +19,7 @@ import typer
 
 from lowbit.formats import FORMATS
 from lowbit.io._checks import OptionNeeded
-from lowbit.tree import Rule
+from lowbit.models.patterns import Rule
 
 from .progress import counted, shown
 
@@ -281,7 +281,8 @@ def generate(
 
         if format not in (None, "float32"):
             _known(format)
-        loaded = LanguageModel.from_file(_model_path(model), format)
+        with counted("quantizing") as (progress, _):
+            loaded = LanguageModel.from_file(_model_path(model), format, progress=progress)
         loaded = dataclasses.replace(loaded, formats=_cache_formats(kv, kv_k, kv_v) or (None, None))
         ids = loaded.tokenizer.encode(prompt) if raw else loaded.tokenizer.chat(prompt)
         for piece in loaded.tokenizer.stream(loaded.generate(ids, tokens)):

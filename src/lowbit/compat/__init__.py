@@ -1,1 +1,1 @@
-"""lowbit under the names of other libraries."""
+"""Code written for other libraries: eformer's names and module paths, and serialization by Flax."""

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +17,8 @@ from lowbit import Report, quantize_tree, shardings
 from lowbit.io.convert import plain_fields
 from lowbit.io.gguf import GGUFFile
 from lowbit.io.source import Tensors, is_stored, open_tensors
+from lowbit.models.patterns import Rules
 from lowbit.runtime import implicit
-from lowbit.tree import Rules
 
 from . import llama
 from .llama import DENSE, Formats, LlamaConfig
@@ -27,6 +27,7 @@ from .tokenizer import HuggingFaceTokenizer, Tokenizer
 # Prompts are filled up to a multiple of this many tokens, and caches of the other, so that few programs are compiled.
 PROMPT_STEP, CACHE_STEP = 64, 64
 GGUF_KEY = "general.architecture"
+Progress = Callable[[int, int], None]  # called with the bytes that are done, and with all of them
 
 
 @partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
@@ -80,7 +81,7 @@ class LanguageModel:
         return cls.from_file(path, "float32")
 
     @classmethod
-    def from_file(cls, path: str | Path, format: str | None = None) -> Self:
+    def from_file(cls, path: str | Path, format: str | None = None, *, progress: Progress | None = None) -> Self:
         """The model in a GGUF file, in a file of ours that came from one, or in a Hugging Face directory.
 
         `format` is that of the weights, or `"float32"`. None keeps them as they are stored in a file of ours or a
@@ -94,13 +95,18 @@ class LanguageModel:
         model = cls(config, tokenizer, params)
         if format == "float32" or (format is None and stored):
             return model
-        return model.quantized(format or "nf4", strict=True)[0]
+        return model.quantized(format or "nf4", strict=True, progress=progress)[0]
 
-    def quantized(self, rules: Rules, *, strict: bool = False) -> tuple[Self, Report]:
-        """The same model with its weights quantized."""
+    def quantized(self, rules: Rules, *, strict: bool = False, progress: Progress | None = None) -> tuple[Self, Report]:
+        """The same model with its weights quantized; the arguments are those of `quantize_tree`."""
         tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
         params, report = quantize_tree(
-            self.params, rules, fn=lambda p, t: llama.forward(self.config, p, t)[0], args=(tokens,), strict=strict
+            self.params,
+            rules,
+            fn=lambda p, t: llama.forward(self.config, p, t)[0],
+            args=(tokens,),
+            strict=strict,
+            progress=progress,
         )
         return dataclasses.replace(self, params=params), report
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from lowbit import FORMATS, QuantizationConfig
+from lowbit.cli.progress import counted
 
 from . import evaluation
 from .evaluation import Quality, Reference, Speed, live_bytes
@@ -54,7 +55,8 @@ def run(
     for name, config, kv in _runs(formats, cache):
         del model
         print(f"\n== {name}{_remark(name)}")
-        model, report = LanguageModel.from_gguf(path).quantized(config, strict=True)
+        with counted("quantizing") as (progress, _):
+            model, report = LanguageModel.from_gguf(path).quantized(config, strict=True, progress=progress)
         model = dataclasses.replace(model, formats=kv)
         results.append(_measured(name, model, report.bits, pieces, references, tokens))
     print()

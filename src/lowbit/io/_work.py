@@ -14,9 +14,10 @@ from jax import lax
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
 from lowbit.formats._blocks import WHOLE, block_max, block_sum
+from lowbit.models.patterns import naming
+from lowbit.models.plan import Plan
 from lowbit.ops.squares import squares
 from lowbit.ops.take import take
-from lowbit.tree import Plan, naming
 
 from . import _boxes
 from ._boxes import boxes_of, common_units, part_spans_of, units_of

@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 
 from lowbit.formats import QuantizedArray
-from lowbit.histogram import histogram
-from lowbit.report import Report, Row, worst
+from lowbit.models.histogram import histogram
+from lowbit.models.report import Report, Row, worst
 
 from .convert import compared
 from .source import Tensors, open_tensors

@@ -16,11 +16,12 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from lowbit.axes import axes_by_name
 from lowbit.config import quantize
 from lowbit.formats import FORMATS, QuantizedArray
-from lowbit.report import Report, Row
-from lowbit.tree import Plan, Rules, naming, ordered_rules, plan
+from lowbit.models.axes import axes_by_name
+from lowbit.models.patterns import Rules, naming, ordered_rules
+from lowbit.models.plan import Plan, plan
+from lowbit.models.report import Report, Row
 
 from ._atomic import put_in_place, replaceable, written_aside
 from ._checks import OptionNeeded

@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from lowbit.formats import QuantizedArray
 from lowbit.formats._blocks import covered
 from lowbit.formats._components import check_codes
+from lowbit.models.sharding import shardings
 from lowbit.runtime._compat import mesh_in_context
-from lowbit.sharding import shardings
 
 from ._contents import (
     OWN,

@@ -26,8 +26,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lowbit.report import Row
-from lowbit.tree import Plan, relative_error, row
+from lowbit.models.plan import Plan
+from lowbit.models.report import Row, relative_error, row
 
 from . import _boxes
 from ._contents import volume

@@ -1,4 +1,4 @@
-"""eformer's documented module paths, served by lowbit: code written against them runs unchanged.
+"""eformer's documented module paths, implemented by lowbit: code written for them runs unchanged.
 
 >>> import lowbit.compat.eformer
 >>> from eformer.ops.quantization import quantize
@@ -6,9 +6,9 @@
 >>> (jnp.ones((2, 128)) @ quantize(jnp.ones((128, 256)), dtype="nf4")).shape
 (2, 256)
 
-Where lowbit is richer, these paths keep eformer's meaning: `quantize(w, dtype="binary" | "ternary")` gives bare codes
-with one threshold for the whole array, `block_size` is for NF4 alone, a config wins over other arguments, NaN does not
-raise, `Array8B` takes its components as (scale, weight).
+Where lowbit does more, these paths keep eformer's behaviour: `quantize(w, dtype="binary" | "ternary")` gives codes
+without a scale, with one threshold for the whole array; `block_size` applies to NF4 alone; a config takes precedence
+over other arguments; NaN does not raise; `Array8B` takes its components as (scale, weight).
 """
 
 import sys
@@ -57,13 +57,13 @@ def _install() -> None:
     if found is not None:
         where = getattr(found, "__file__", None)
         raise ImportError(
-            f"eformer is imported already, from {where}. lowbit.compat.eformer takes its place, so import it first, "
+            f"eformer is imported already, from {where}. lowbit.compat.eformer replaces it, so import it first, "
             "before anything that imports eformer."
         )
     for name, contents in _modules().items():
-        module = ModuleType(name, f"{name}, served by lowbit.")
+        module = ModuleType(name, f"{name}, implemented by lowbit.")
         module.__dict__.update(contents, __all__=tuple(n for n in contents if not n.startswith("_")))
-        module.__path__ = []  # a package, with nothing in it but what is put into sys.modules here
+        module.__path__ = []  # a package whose submodules are those put into sys.modules here
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
         if parent:

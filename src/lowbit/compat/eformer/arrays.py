@@ -1,4 +1,4 @@
-"""The arrays and the entrance, with eformer's documented meaning where ours is richer."""
+"""The arrays and `quantize`, with eformer's documented behaviour where lowbit does more."""
 
 import dataclasses
 import functools
@@ -24,10 +24,10 @@ Fields = tuple[tuple[str, ...], tuple[str, ...]]
 
 @stored
 class _Eformer(lowbit.QuantizedArray):
-    """Fields by position in eformer's order, and a `quantize` that does not raise on NaN, whose block reads as NaN."""
+    """Takes fields by position in eformer's order; NaN does not raise in `quantize` and makes its block NaN."""
 
     positional: ClassVar[tuple[str, ...]] = ()
-    # The stored fields; `dataclasses.fields` lists the documented ones instead.
+    # The stored components; `dataclasses.fields` lists the documented fields instead.
     stored_fields: ClassVar[Fields] = ((), ())
     documented: ClassVar[tuple[str, ...]] = ()
 
@@ -43,7 +43,7 @@ class _Eformer(lowbit.QuantizedArray):
         if len(given) > 1:
             if len(given) > len(self.positional):
                 raise TypeError(
-                    f"{type(self).__name__} takes {', '.join(self.positional)}, and got {len(given)} values."
+                    f"{type(self).__name__} takes at most {', '.join(self.positional)}, but got {len(given)} values."
                 )
             named = {**dict(zip(self.positional, given, strict=False)), **named}
             given, sharding = (), named.pop("sharding", sharding)
@@ -53,7 +53,7 @@ class _Eformer(lowbit.QuantizedArray):
 
 
 def _documented(cls: Any) -> Any:
-    """Give a class the dataclass fields that eformer documents, in place of the stored ones."""
+    """Give a class the dataclass fields that eformer documents instead of the stored components."""
     names = ("shape", "dtype", *cls.positional)
     cls.stored_fields, cls.documented = cls.__bases__[1]._fields(), names
     made = dataclasses.make_dataclass(cls.__name__, [(name, Any, dataclasses.field(default=None)) for name in names])
@@ -62,7 +62,7 @@ def _documented(cls: Any) -> Any:
 
 
 def _quietly(cls: type, array: Any, **options: Any) -> Any:
-    """Quantize as under jit, where no value can be looked at."""
+    """Quantize under jit, where values cannot be checked for NaN."""
     array = array if isinstance(array, lowbit.ImplicitArray) else jnp.asarray(array)
     return _compiled(cls, tuple(options.items()))(array)
 
@@ -111,7 +111,7 @@ class ArrayNF4(_Eformer, lowbit.ArrayNF4):
 @_documented
 @stored
 class Array1B(_Eformer, lowbit.Array1B):
-    """Bare codes {-1, 0, 1}: `Array1B(array)`, or `Array1B(weight=...)` of what `pack_weights_1bit` gives."""
+    """Codes {-1, 0, 1} without a scale: `Array1B(array)`, or `Array1B(weight=...)` from `pack_weights_1bit`."""
 
     positional: ClassVar[tuple[str, ...]] = ("weight", "scale", "kind")
 
@@ -143,7 +143,7 @@ class Array1B(_Eformer, lowbit.Array1B):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Operator(lowbit.ImplicitArray):
-    """A matrix of few values with its product from the left, by eformer's names."""
+    """A matrix of few distinct values, with eformer's names for its product."""
 
     matrix: Array1B
 
@@ -151,10 +151,10 @@ class _Operator(lowbit.ImplicitArray):
 
     @classmethod
     def from_matrix(cls, A: Any, k: int = 8, org_dtype: Any = jnp.float32) -> Self:
-        """Of a matrix that holds these values only; `k`, the width of eformer's look-up, changes nothing here."""
+        """From a matrix with no other values than `values`; `k`, eformer's block width, has no effect."""
         del k
         if not isinstance(A, Tracer) and not np.isin(np.asarray(A), cls.values).all():
-            raise ValueError(f"{cls.__name__} is of matrices of {cls.values}, and A has other values.")
+            raise ValueError(f"{cls.__name__} needs a matrix of values {cls.values}, but A has other values.")
         return cls(Array1B.quantize(jnp.asarray(A).astype(jnp.int8), dtype=org_dtype))
 
     def dot(self, v: jax.Array) -> jax.Array:
@@ -187,13 +187,13 @@ _CLASSES: dict[str, Any] = {"int8": Array8B, "nf4": ArrayNF4}
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig(lowbit.QuantizationConfig):
-    """`lowbit.QuantizationConfig` with blocks of 64, which NF4 alone has here."""
+    """`lowbit.QuantizationConfig` with a default block size of 64, which applies to NF4 alone."""
 
     block_size: int | None = 64
 
 
 def _config(config: lowbit.QuantizationConfig | str | None, dtype: Any, **given: Any) -> lowbit.QuantizationConfig:
-    """The config, which wins over the other arguments, or one made of them."""
+    """The config, which takes precedence over the other arguments, or one made of them."""
     if isinstance(config, lowbit.QuantizationConfig):
         return config
     if config is not None and not isinstance(config, str):
@@ -219,9 +219,9 @@ def quantize(
     block_size: int = 64,
     simulate: bool = False,
 ) -> Any:
-    """As `lowbit.quantize`, with bare codes for "binary" and "ternary", and blocks for NF4 alone.
+    """As `lowbit.quantize`, but with codes without a scale for "binary" and "ternary", and blocks for NF4 alone.
 
-    A `config` wins over the other arguments.
+    A `config` takes precedence over the other arguments.
     """
     config = _config(config, dtype, block_size=block_size, simulate=simulate)
     return straight_through(array, config) if config.simulate else _quantize(array, config)
@@ -230,26 +230,26 @@ def quantize(
 def straight_through(
     array: Any, config: lowbit.QuantizationConfig | str | None = None, dtype: Any = None, block_size: int = 64
 ) -> jax.Array:
-    """What `quantize` here reads as, with the gradient of `array`."""
+    """The dense value of `quantize(array, ...)`, with a straight-through gradient."""
     config = _config(config, dtype, block_size=block_size)
     return lowbit.ste(lambda array: _quantize(array, config))(array)
 
 
 def straight_through_nf4(weights: jax.Array, block_size: int = 64) -> jax.Array:
-    """`ArrayNF4.quantize(weights, block_size)` made dense, with an identity gradient."""
+    """`ArrayNF4.quantize(weights, block_size)` dense, with a straight-through gradient."""
     return straight_through(weights, dtype="nf4", block_size=block_size)
 
 
 def straight_through_8bit(weights: jax.Array, axis: Any = None) -> jax.Array:
-    """`Array8B.quantize(weights, axis=axis)` made dense, with an identity gradient."""
+    """`Array8B.quantize(weights, axis=axis)` dense, with a straight-through gradient."""
     return straight_through(weights, QuantizationConfig("int8", axis=_hashable(axis)))
 
 
 def straight_through_1bit(weights: jax.Array, axis: Any = None) -> jax.Array:
-    """`quantize(weights, dtype="ternary")` made dense, with an identity gradient."""
-    del axis  # bare codes have no scale to share
+    """`quantize(weights, dtype="ternary")` dense, with a straight-through gradient."""
+    del axis  # without a scale there is no axis to share it along
     return straight_through(weights, dtype="ternary")
 
 
 def safe_delete(arr: Any, materialized: bool) -> None:
-    """Nothing: arrays are freed when nobody holds them."""
+    """Do nothing: arrays are freed when the last reference to them goes."""

@@ -1,4 +1,4 @@
-"""eformer.escale: the part that lays out arrays over meshes. Its automatic sharding strategies are not here."""
+"""eformer.escale: the functions that place arrays on meshes. Its automatic sharding strategies are not provided."""
 
 import contextlib
 import math
@@ -41,7 +41,7 @@ _DIMS, _NAMES = (1, -1, 1, 1, 1), ("dp", "fsdp", "ep", "tp", "sp")
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"lowbit.compat.eformer serves no eformer.escale.{name}; it has {', '.join(__all__)}.")
+    raise AttributeError(f"lowbit.compat.eformer does not provide eformer.escale.{name}; it has {', '.join(__all__)}.")
 
 
 # --- meshes
@@ -55,7 +55,7 @@ def create_mesh(
     axis_types: Any = None,
     **hints: Any,
 ) -> Mesh:
-    """A mesh of all devices; one dimension may be -1, for what is left. Hints about networks are left to JAX."""
+    """A mesh of all devices; one dimension may be -1, for the remaining devices. Network hints are ignored."""
     del hints
     devices = jax.devices(backend) if backend else jax.devices()
     known = math.prod(n for n in axis_dims if n != -1)
@@ -79,7 +79,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     if all(len(pair) == 2 for pair in pairs):
         dims = {name: int(n) for name, n in pairs}
         if set(dims) != set(names):
-            raise ValueError(f"The mesh {axis_dims!r} has the axes {list(dims)}, and {list(names)} are asked for.")
+            raise ValueError(f"The mesh {axis_dims!r} has the axes {list(dims)}, but {list(names)} are asked for.")
         return create_mesh([dims[name] for name in names], names)
     if len(pairs) != len(names) or any(len(pair) != 1 for pair in pairs):
         raise ValueError(f"The mesh {axis_dims!r} does not have the {len(names)} axes {list(names)}.")
@@ -88,7 +88,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
 
 @contextlib.contextmanager
 def force_cpu() -> Iterator[Any]:
-    """Computations on the first CPU device."""
+    """Run computations on the first CPU device."""
     device = jax.devices("cpu")[0]
     with jax.default_device(device):
         yield device
@@ -106,7 +106,7 @@ def get_incontext_mesh(raise_error: bool = True) -> Mesh:
     """The mesh of `jax.set_mesh` or of `with mesh:`."""
     mesh = mesh_in_context()
     if mesh is None:
-        # JAX does not tell the mesh of `with mesh:`, but resolves a bare spec by it.
+        # JAX has no public way to read the mesh of `with mesh:`, but resolves a bare spec by it.
         with contextlib.suppress(RuntimeError):
             constrain = jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, PartitionSpec()))
             mesh = constrain(0.0).eqns[0].params["sharding"].mesh
@@ -116,12 +116,12 @@ def get_incontext_mesh(raise_error: bool = True) -> Mesh:
 
 
 def get_mesh_axis_names(mesh: Mesh | None = None) -> list[str]:
-    """The names of a mesh, default the active one."""
+    """The axis names of a mesh, by default the active one."""
     return list((mesh or get_incontext_mesh()).axis_names)
 
 
 def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: Mesh | None = None) -> int:
-    """How many devices there are along these axes together."""
+    """The number of devices along these axes together."""
     names = (axis_names,) if isinstance(axis_names, str) else axis_names
     return math.prod((mesh or get_incontext_mesh()).shape[name] for name in names)
 
@@ -142,7 +142,7 @@ def names_in_current_mesh(*names: str) -> bool:
 def get_corrected_named_sharding(
     shape: Sequence[int], partition_spec: PartitionSpec, raise_mesh_error: bool = True
 ) -> NamedSharding:
-    """The sharding on the active mesh, without the axes that it does not have or that do not divide the array."""
+    """The sharding on the active mesh, without axes that the mesh lacks or that do not divide the array."""
     return _corrected(shape, get_incontext_mesh(raise_mesh_error), partition_spec)
 
 
@@ -156,7 +156,7 @@ def _corrected(shape: Sequence[int], mesh: Any, spec: PartitionSpec) -> NamedSha
 
 
 def with_sharding_constraint(arr: Any, sharding: PartitionSpec | NamedSharding) -> Any:
-    """Each array of a tree laid out so, as far as mesh and shape allow; unchanged where no mesh is active."""
+    """Constrain each array of a tree, as far as mesh and shape allow; unchanged where no mesh is active."""
 
     named = isinstance(sharding, NamedSharding)
     mesh = sharding.mesh if named else get_incontext_mesh(raise_error=False)
@@ -177,7 +177,7 @@ lax_reshard = with_sharding_constraint
 def match_partition_rules(
     rules: Sequence[tuple[str, PartitionSpec]], tree: Any, min_size: int | None = 0, strict: bool = True
 ) -> Any:
-    """The spec of the first rule whose pattern is found in a leaf's path; empty for scalars and small arrays."""
+    """The spec of the first pattern found in the path of each leaf; empty for scalars and small arrays."""
 
     def match(path: Any, leaf: Any) -> PartitionSpec:
         name = "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
@@ -187,13 +187,13 @@ def match_partition_rules(
         for pattern, spec in rules:
             if re.search(pattern, name):
                 return spec
-        raise ValueError(f"No rule matches {name!r}: the patterns are {[pattern for pattern, _ in rules]}.")
+        raise ValueError(f"No pattern matches {name!r}: the patterns are {[pattern for pattern, _ in rules]}.")
 
     return jax.tree_util.tree_map_with_path(match, tree, is_leaf=_is_quantized)
 
 
 def make_shard_and_gather_fns(partition_specs: Any, mesh: Mesh | None = None) -> tuple[Any, Any]:
-    """For each spec a function that lays an array out so, and one that brings it back whole."""
+    """For each spec a function that shards an array by it, and one that gathers the array."""
     on = mesh or get_incontext_mesh()
 
     def place(spec: PartitionSpec) -> Callable[[Any], Any]:
@@ -236,7 +236,7 @@ def get_partition_spec(tree: Any) -> Any:
         if isinstance(leaf, (int, float)):
             return PartitionSpec()
         if not hasattr(leaf, "sharding"):
-            raise ValueError(f"{type(leaf).__name__} is no array and has no sharding.")
+            raise ValueError(f"{type(leaf).__name__} is not an array and has no sharding.")
         return getattr(leaf.sharding, "spec", PartitionSpec())
 
     return jax.tree.map(spec, tree, is_leaf=_is_quantized)

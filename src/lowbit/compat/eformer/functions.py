@@ -63,13 +63,13 @@ def u4toi4(x: jax.Array) -> jax.Array:
     return jnp.where(x >= 8, x - 16, x)
 
 
-# Compiled, so that a NaN reads as NaN and does not raise.
+# Compiled, since only an eager call raises for NaN.
 _int8 = jax.jit(lowbit.Array8B.quantize, static_argnames="axis")
 _nf4 = jax.jit(lowbit.ArrayNF4.quantize, static_argnames="block_size")
 
 
 def quantize_int8(x: jax.Array, axis: Any = -1) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales, the scales with size 1 along `axis`."""
+    """Quantize to codes and scales; the scales have size 1 along `axis`."""
     q = _int8(jnp.asarray(x), axis=axis)
     return q.weight, q.scale
 
@@ -80,7 +80,7 @@ def dequantize_int8(quants: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def joined(packed: jax.Array) -> jax.Array:
-    """Bytes (..., blocks, bytes of a block) as those of whole rows."""
+    """Packed bytes of shape (..., blocks, bytes per block) as whole rows."""
     packed = jnp.asarray(packed)
     return packed.reshape(*packed.shape[:-2], packed.shape[-2] * packed.shape[-1])
 
@@ -89,13 +89,13 @@ def quantize_and_pack_nf4(blocks: jax.Array, block_size: int = 64) -> tuple[jax.
     """Bytes of shape (..., blocks, block_size / 2), the first code in the high nibble, and scales (..., blocks)."""
     blocks = jnp.asarray(blocks)
     if blocks.shape[-1] % block_size:
-        raise ValueError(f"The last axis of {blocks.shape} is no multiple of block_size={block_size}.")
+        raise ValueError(f"The last axis of {blocks.shape} is not a multiple of block_size={block_size}.")
     q = _nf4(blocks, block_size=block_size)
     return q.packed.reshape(*q.absmax.shape, block_size // 2), q.absmax
 
 
 def dequantize_nf4(packed_values: jax.Array, absmax: jax.Array, block_size: int) -> jax.Array:
-    """The float32 array of what `quantize_and_pack_nf4` gave."""
+    """The float32 array from the output of `quantize_and_pack_nf4`."""
     return lowbit.ArrayNF4(packed=joined(packed_values), absmax=absmax, block_size=block_size).materialize()
 
 
@@ -104,16 +104,16 @@ single_dequantize_nf4 = dequantize_nf4
 
 
 def pack_weights_1bit(quantized_weights: jax.Array) -> jax.Array:
-    """Four values of {-1, 0, 1} a byte: quarter i of the first axis in bits 2i and 2i + 1."""
+    """Pack four values of {-1, 0, 1} per byte: quarter i of the first axis in bits 2i and 2i + 1."""
     codes = jnp.asarray(quantized_weights)
     if codes.shape[0] % 4:
-        raise ValueError(f"The first axis of {codes.shape} is no multiple of 4.")
+        raise ValueError(f"The first axis of {codes.shape} is not a multiple of 4.")
     quarters = jnp.split((codes + 1).astype(jnp.uint8), 4)
     return sum((quarter << jnp.uint8(2 * i) for i, quarter in enumerate(quarters)), jnp.zeros_like(quarters[0]))
 
 
 def unpack_weights_1bit(packed: jax.Array, dtype: Any) -> jax.Array:
-    """What `pack_weights_1bit` packed."""
+    """Unpack the output of `pack_weights_1bit`."""
     packed = jnp.asarray(packed)
     quarters = [(packed >> jnp.uint8(2 * i)) & jnp.uint8(3) for i in range(4)]
     return jnp.concatenate(quarters).astype(dtype) - jnp.ones((), dtype)

@@ -1,4 +1,4 @@
-"""eformer's handlers by name, one for each primitive and format: they run the primitive by lowbit's rules."""
+"""eformer's handlers by name, one per primitive and format. Each runs the primitive by lowbit's rules."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 
 from lowbit import implicit
 
-# What stands in a handler's name after the primitive and the format.
+# The suffixes of handler names, after the primitive and the format.
 _OPERANDS = {
     "lt": ("xy",),
     "convert_element_type": ("operand_pos", "operand_kw"),
@@ -43,15 +43,15 @@ def _handler(name: str, operation: str) -> Callable[..., Any]:
         if len(operands) == 1:
             params = {**_DEFAULTS.get(operation, {}), **params}
         if operation == "integer_pow" and not isinstance((*operands, 2)[1], int):
-            return implicit(lax.pow)(*operands)  # an exponent for each element
+            return implicit(lax.pow)(*operands)  # elementwise exponents
         try:
             signature.bind(*operands, **params)
-        except TypeError:  # the parameters of the primitive itself
+        except TypeError:  # not the arguments of the lax function, so the parameters of the primitive
             return implicit(partial(primitive.bind, **params))(*operands)
         return implicit(partial(getattr(lax, operation), **params))(*operands)
 
     handle.__name__ = handle.__qualname__ = name
-    handle.__doc__ = f"`lax.{operation}` on operands of which some are quantized."
+    handle.__doc__ = f"`lax.{operation}` with quantized operands."
     return handle
 
 

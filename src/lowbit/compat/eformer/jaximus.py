@@ -19,12 +19,12 @@ _asking = threading.local()
 
 
 def aux_field(metadata: Any = None, **kwargs: Any) -> Any:
-    """`lowbit.aux_field`, with the metadata by position."""
+    """`lowbit.aux_field`, with `metadata` as the first positional argument."""
     return lowbit.aux_field(metadata=metadata or {}, **kwargs)
 
 
 class _Known:
-    """`shape` or `dtype`: as given to the constructor, as the class says, or else that of `materialize()`."""
+    """`shape` or `dtype`: from the constructor, from `compute_shape` or `compute_dtype`, or from `materialize()`."""
 
     def __init__(self, check: Callable[[Any], Any]):
         self.check = check
@@ -52,7 +52,7 @@ class _Known:
         vars(array)[self.name] = None if value is None else self.check(value)
 
     def told(self, array: Any) -> Any:
-        """The value that does not need `materialize()`, or None."""
+        """The value if it is known without `materialize()`, or None."""
         given = vars(array).get(self.name)
         given = getattr(array, f"compute_{self.name}")() if given is None else given
         return None if given is None else self.check(given)
@@ -68,8 +68,8 @@ class _Fields(lowbit.ImplicitArray):
 class ImplicitArray(_Fields, abc.ABC):
     """`lowbit.ImplicitArray` with the static fields `shape` and `dtype`, which the constructor takes by keyword.
 
-    What is not given is that of `compute_shape()` and `compute_dtype()`, or else of `materialize()`. A shape or dtype
-    that `materialize()` does not have raises a `ValueError`.
+    If left out they come from `compute_shape()` and `compute_dtype()`, or else from `materialize()`. A shape or dtype
+    other than that of `materialize()` raises a `ValueError`.
     """
 
     shape = _Known(tuple)
@@ -83,25 +83,25 @@ class ImplicitArray(_Fields, abc.ABC):
             told = known.told(self)
             if told is not None and told != (found := getattr(self._dense_type, known.name)):
                 raise ValueError(
-                    f"{type(self).__name__} of {known.name} {told} does not fit its materialize(), which gives "
-                    f"{found}: pass that {known.name}, or none."
+                    f"{type(self).__name__} has {known.name}={told}, but its materialize() gives {found}: pass that "
+                    f"{known.name}, or leave it out."
                 )
 
     def compute_shape(self) -> Any:
-        """The shape where none is given; None for that of `materialize()`."""
+        """The shape if none is given; None means that of `materialize()`."""
         return self.default_shape
 
     def compute_dtype(self) -> Any:
-        """The dtype where none is given; None for that of `materialize()`."""
+        """The dtype if none is given; None means that of `materialize()`."""
         return self.default_dtype
 
     @property
     def aval(self) -> Any:
-        """The shape and the dtype in one."""
+        """Shape and dtype as a `ShapedArray`."""
         return ShapedArray(self.shape, self.dtype)
 
     def _flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
-        # Only what was given: deriving the rest needs arrays, and JAX flattens with anything in their place.
+        # Only values that were given: deriving the others needs arrays, and JAX flattens with placeholders.
         parts, static = self._fields()
         return [getattr(self, n) for n in parts], tuple(vars(self).get(n) for n in static)
 
@@ -112,7 +112,7 @@ OrginArray = ImplicitArray
 
 
 class _Implicit:
-    """`lowbit.implicit`, which is also a context: operators need none, so entering it does nothing."""
+    """`lowbit.implicit`, also usable as a context manager, which does nothing: operators work without it."""
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return lowbit.implicit(fn)

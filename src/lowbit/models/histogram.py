@@ -1,4 +1,4 @@
-"""How the weights of a tensor lie between the levels of its format."""
+"""Histograms of weights in units of their scales, beside the levels of the format."""
 
 import dataclasses
 import math
@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .formats import QuantizedArray
-from .formats._blocks import spread
+from lowbit.formats import QuantizedArray
+from lowbit.formats._blocks import spread
 
 BINS = 64
-_SAMPLE = 1 << 20  # levels are read off so many weights
+_SAMPLE = 1 << 20  # the number of weights from which the levels in use are read
 
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """Counts of weight / scale, and the levels that weights are rounded to.
+    """Counts of weight / scale, and the levels that the weights are rounded to.
 
-    - `counts`: in bins of one width from -`limit` to `limit`; weights beyond it, few and far out, are in none.
-    - `levels`: those in use; none for an array that is no array of ours. Then the weights are counted as they are.
+    - `counts`: in bins of equal width from -`limit` to `limit`; the few outliers beyond it are not counted.
+    - `levels`: the levels in use; empty for an array that is not quantized, whose weights are counted as they are.
     """
 
     path: str
@@ -30,7 +30,7 @@ class Histogram:
 
 
 def histogram(path: str, original: Any, stored: Any) -> Histogram:
-    """The histogram of an array in the unit of the scales it is stored with.
+    """The histogram of an array in units of the scales that it is stored with.
 
     >>> import jax.numpy as jnp, lowbit
     >>> w = jnp.array([[-3.0, -1.0, 0.5, 3.0]])
@@ -41,7 +41,7 @@ def histogram(path: str, original: Any, stored: Any) -> Histogram:
     levels: tuple[float, ...] = ()
     if isinstance(stored, QuantizedArray):
         weights, rounded = map(np.asarray, _in_scales(stored, original))
-        # An odd step: an even one may meet one column only.
+        # The step is odd, since an even one may sample a single column.
         levels = tuple(np.unique(rounded.ravel()[:: rounded.size // _SAMPLE | 1]).tolist())
     else:
         weights = np.asarray(original).astype(np.float32)
@@ -55,7 +55,7 @@ def histogram(path: str, original: Any, stored: Any) -> Histogram:
 
 @jax.jit
 def _in_scales(stored: QuantizedArray, original: Any) -> tuple[jax.Array, jax.Array]:
-    """The weights in the unit of their scales, and the levels they were rounded to, both as stored."""
+    """The weights in units of their scales, and the levels that they were rounded to, both in stored order."""
     stored, shape = stored.resolved(), stored.stored_shape
     scales = spread(stored.scale_values(), stored.spans, shape)
     levels = stored.unpacked_levels(*(getattr(stored, name) for name in stored.packing), length=shape[-1])

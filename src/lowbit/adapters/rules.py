@@ -1,140 +1,19 @@
-"""LoraArray: a frozen array and a low-rank one that is trained, side by side. Every product with it is two."""
+"""Rules of LoraArray: a product becomes two, and a structural operation acts on the base and on both factors."""
 
-import dataclasses
 import math
 import string
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .runtime import ImplicitArray, aux_field, is_implicit, register
-from .runtime._array import dense
-from .runtime._interpret import run
+from lowbit.runtime import register
+from lowbit.runtime._array import dense
 
-# What an axis is to the factors: one of both, of `a`, of `b`.
-BOTH, OF_A, OF_B = "sab"
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class LoraArray(ImplicitArray):
-    """`base + scale * (a @ b)`, read as the dtype of `base`.
-
-    - `base`: quantized or dense, of the shape (*stack, *in, *out).
-    - `a`: (*stack, *in, rank), `b`: (*stack, rank, *out). Both are arrays of floats, for the optimizer.
-    - `inputs`: how many axes `in` has. The rest follows from the number of axes of each, so that a leading axis may
-      come and go.
-
-    `lowbit.lora` makes them for a whole model. After `lowbit.partition` one of the trees has the factors, with None for
-    the base, and the other the base alone.
-
-    >>> import jax.numpy as jnp, lowbit
-    >>> base = lowbit.quantize(jnp.ones((64, 32)), "int8")
-    >>> w = lowbit.LoraArray(base, a=jnp.ones((64, 2)), b=jnp.ones((2, 32)), scale=0.5)
-    >>> (jnp.ones((1, 64)) @ w)[0, 0], w.materialize()[0, 0]
-    (Array(128., dtype=float32), Array(2., dtype=float32))
-    """
-
-    base: Any
-    a: Any
-    b: Any
-    scale: float = aux_field(default=1.0)
-    inputs: int = aux_field(default=1)
-
-    def __post_init__(self) -> None:
-        shapes = self.base.shape, self.a.shape, self.b.shape
-        layers = len(self.a.shape) - 1 - self.inputs
-        if layers < 0 or self.b.ndim <= layers or self.a.shape[-1] != self.b.shape[layers] or self.shape != shapes[0]:
-            raise ValueError(
-                f"A LoraArray of a base of shape {shapes[0]} with {self.inputs} axis of inputs cannot have factors of "
-                f"the shapes {shapes[1]} and {shapes[2]}: they are (*stack, *in, rank) and (*stack, rank, *out)."
-            )
-
-    def replace(self, **changes: Any) -> Self:
-        """The same array with some fields changed, as `dataclasses.replace` but without a check."""
-        fields, static = self._fields()
-        new = object.__new__(type(self))
-        new.__dict__.update({name: getattr(self, name) for name in (*fields, *static)}, **changes)
-        return new
-
-    # --- what it is
-
-    @property
-    def layers(self) -> int:
-        """How many axes count layers: those that the base and both factors have in common."""
-        return len(self.a.shape) - 1 - self.inputs
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[-1]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.a is None or self.b is None:  # taken apart by `partition`
-            return tuple(self.base.shape)
-        return (*self.a.shape[:-1], *self.b.shape[self.layers + 1 :])
-
-    @property
-    def dtype(self) -> Any:
-        return (self.a if self.base is None else self.base).dtype
-
-    @property
-    def roles(self) -> str:
-        """For each axis, which of the factors has it."""
-        count = self.layers + self.inputs
-        return BOTH * self.layers + OF_A * self.inputs + OF_B * (len(self.shape) - count)
-
-    @property
-    def is_stack(self) -> bool:
-        return self.layers > 0
-
-    def resolved(self) -> Self:
-        return self.replace(base=self.base.resolved()) if is_implicit(self.base) else self
-
-    @property
-    def mT(self) -> Any:
-        if (self.inputs, len(self.shape) - self.layers) != (1, 2):
-            return super().mT
-        return self.replace(base=self.base.mT, a=self.b.mT, b=self.a.mT)
-
-    @property
-    def T(self) -> Any:
-        return self.mT if self.ndim == 2 else super().T
-
-    # --- back to numbers
-
-    def delta(self) -> jax.Array:
-        """`scale * (a @ b)`: what was learned, in the shape of the array."""
-        batch = tuple(range(self.layers))
-        return self.scale * lax.dot_general(self.a, self.b, (((self.a.ndim - 1,), (self.layers,)), (batch, batch)))
-
-    def materialize(self) -> jax.Array:
-        delta = self.delta()
-        wide = jnp.promote_types(self.dtype, delta.dtype)  # rounded once, after the sum
-        return (dense(_on(lambda base: base.astype(wide), self.base)) + delta).astype(self.dtype)
-
-    # --- sharding
-
-    def plain(self) -> Self:
-        return self.replace(base=self.base.plain()) if is_implicit(self.base) else self
-
-    def part_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        before, both = entries[: self.layers + self.inputs], entries[: self.layers]
-        return self.replace(
-            base=self.base.part_specs(spec, mesh) if is_implicit(self.base) else spec,
-            a=PartitionSpec(*before, None),
-            b=PartitionSpec(*both, None, *entries[len(before) :]),
-        )
-
-    def logical_spec(self) -> PartitionSpec | None:
-        if is_implicit(self.base):
-            return self.base.logical_spec()
-        return getattr(getattr(self.base, "sharding", None), "spec", None)
-
+from .array import BOTH, OF_A, OF_B, LoraArray, apply
 
 # --- products
 
@@ -162,7 +41,7 @@ def _product(
     weight_first: bool = False,
     **params: Any,
 ) -> Any:
-    """x by the base, and x by one factor and then by the other. The numbers speak of x and then of w."""
+    """`x @ base + (x @ a) @ b`, or with the factors swapped. `dimension_numbers` are those of x, then of w."""
     if any(value is not None for value in params.values()):
         return NotImplemented
     (x_sum, w_sum), (x_batch, w_batch) = dimension_numbers
@@ -174,7 +53,7 @@ def _product(
             return lax.dot_general(base, x, tuple(side[::-1] for side in dimension_numbers), **options)
         return lax.dot_general(x, base, dimension_numbers, **options)
 
-    # Each axis a letter, as in an einsum.
+    # Name each axis by a letter, as in an einsum.
     letters = iter(string.ascii_letters)
     rank, of_w, of_x = next(letters), [next(letters) for _ in w.shape], [next(letters) for _ in x.shape]
     for i, j in zip((*x_sum, *x_batch), (*w_sum, *w_batch), strict=True):
@@ -186,7 +65,7 @@ def _product(
         (w.a, [*(c for c, role in zip(of_w, w.roles, strict=True) if role != OF_B), rank]),
         (w.b, [*of_w[: w.layers], rank, *of_w[w.layers + w.inputs :]]),
     ]
-    # The factor with the axes that are summed over comes first, and leaves `rank` numbers of each row.
+    # Multiply by the factor with the contracted axes first: that leaves `rank` values per row.
     roles = {w.roles[j] for j in w_sum}
     near, far = factors[::-1] if OF_B in roles and OF_A not in roles else factors
     between = [c for c in dict.fromkeys((*of_x, *near[1])) if c in far[1] or c in out]
@@ -198,17 +77,12 @@ def _product(
     if out_sharding is not None:
         specs["out_sharding"] = out_sharding
     delta = _einsum(few.astype(jnp.result_type(x, w.dtype)), far, between, out, w.dtype, precision=precision, **specs)
-    return _on(with_base, x, w.base) + delta.astype(dtype)
+    return apply(with_base, x, w.base) + delta.astype(dtype)
 
 
 def _einsum(x: Any, factor: Any, of_x: Any, out: Any, dtype: Any, **options: Any) -> jax.Array:
     array, letters = factor
     return jnp.einsum(f"{''.join(of_x)},{''.join(letters)}->{''.join(out)}", x, array.astype(dtype), **options)
-
-
-def _on(fn: Callable[..., Any], *operands: Any) -> Any:
-    """`fn` of operands that may be implicit; work may stay deferred."""
-    return run(fn, *operands) if any(map(is_implicit, operands)) else fn(*operands)
 
 
 @register("ragged_dot_general")
@@ -239,7 +113,7 @@ def _(
         )
 
     few = lax.ragged_dot(x, w.a.astype(w.dtype), group_sizes, precision=precision) * w.scale
-    y = _on(product, x, w.base)
+    y = apply(product, x, w.base)
     return y + product(few.astype(jnp.result_type(x, w.dtype)), w.b.astype(w.dtype)).astype(y.dtype)
 
 
@@ -247,15 +121,15 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, tuple | list) else x
 
 
-# --- moving: what happens to an axis happens to those of the factors that have it
+# --- structural operations: each acts on an axis of the base and of the factors that have it
 
 
 def _moved(
     w: LoraArray, roles: str, fn: Callable[[Any], Any], move: Callable[[jax.Array, list[int], list[int]], jax.Array]
 ) -> Any:
-    """`fn(base)`, whose axes have these roles, with `move(factor, axes before, axes after)` for each of the factors.
+    """`fn(base)`, whose axes have these roles, with the factors after `move(factor, axes before, axes after)`.
 
-    The axes are those of the array that the factor has. It has the rank behind them.
+    The axes are those of the whole array that the factor has. The rank is the last axis of the factor.
     """
     layers, of_a, of_b = (roles.count(role) for role in (BOTH, OF_A, OF_B))
     if roles not in (BOTH * layers + OF_A * of_a + OF_B * of_b, BOTH * layers + OF_B * of_b + OF_A * of_a):
@@ -266,7 +140,7 @@ def _moved(
         return move(factor, has, keeps)
 
     a, b = after(w.a, OF_A), after(jnp.moveaxis(w.b, w.layers, -1), OF_B)
-    base = _on(fn, w.base)
+    base = apply(fn, w.base)
     if not roles:  # one element
         return (dense(base) + w.scale * jnp.sum(a * b)).astype(w.dtype)
     if OF_B + OF_A in roles:  # W.T = b.T @ a.T
@@ -296,9 +170,9 @@ def _(w: LoraArray, *, dimensions: Sequence[int]) -> Any:
 
 @register("broadcast_in_dim")
 def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], sharding: Any = None) -> Any:
-    del sharding  # it follows from the parts
+    del sharding  # it follows from the components
     place, roles = dict(zip(broadcast_dimensions, w.roles, strict=True)), ""
-    for i in range(len(shape)):  # a new axis belongs to the same as the one before it; the first counts layers
+    for i in range(len(shape)):  # a new axis has the role of the one before it; a new first axis is one of layers
         roles += place.get(i, roles[-1:] or BOTH)
 
     def move(factor: jax.Array, has: list[int], keeps: list[int]) -> jax.Array:
@@ -310,10 +184,10 @@ def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int]
 
 @register("reshape")
 def _(w: LoraArray, *, new_sizes: Sequence[int], dimensions: Any = None, sharding: Any = None) -> Any:
-    del sharding  # it follows from the parts
+    del sharding  # it follows from the components
     ends = [w.layers, w.layers + w.inputs, w.ndim]
     elements = [math.prod(w.shape[:end]) for end in ends]
-    # Where the new axes have as many elements before them as the old ones: no axis runs over the border.
+    # No new axis may mix roles: find where as many elements lie before a new axis as before the old border.
     borders = [
         [i for i in range(len(new_sizes) + 1) if math.prod(new_sizes[:i]) == count][-1:] for count in elements[:2]
     ]
@@ -346,11 +220,11 @@ def _(w: LoraArray, *starts: jax.Array, slice_sizes: Sequence[int]) -> Any:
 
 @register("split")
 def _(w: LoraArray, *, sizes: Sequence[int], axis: int) -> Any:
-    def piece(start: int, size: int) -> Any:
+    def section(start: int, size: int) -> Any:
         limits = [start + size if i == axis else n for i, n in enumerate(w.shape)]
         return lambda w: lax.slice(w, [start if i == axis else 0 for i in range(w.ndim)], limits)
 
-    return [_on(piece(sum(sizes[:i]), size), w) for i, size in enumerate(sizes)]
+    return [apply(section(sum(sizes[:i]), size), w) for i, size in enumerate(sizes)]
 
 
 @register("gather")
@@ -364,7 +238,7 @@ def _(
     fill_value: Any,
     **hints: Any,
 ) -> Any:
-    """Rows by number, as in an embedding, or whole layers of a stack."""
+    """Rows by index, as in an embedding, or whole layers of a stack."""
     many, rest = indices.ndim - 1, tuple(slice_sizes[1:])
     plain = lax.GatherDimensionNumbers(tuple(range(many, many + w.ndim - 1)), (0,), (0,))
     if dimension_numbers != plain or rest != w.shape[1:] or w.roles[0] == OF_B:
@@ -375,8 +249,8 @@ def _(
         sizes = (1, *array.shape[1:])
         return lax.gather(array, indices, dims, sizes, mode=mode, fill_value=fill_value, **hints)
 
-    base = _on(lambda base: taken(base, fill_value), w.base)
-    a = taken(w.a, 0)  # nothing is added to what is out of bounds
+    base = apply(lambda base: taken(base, fill_value), w.base)
+    a = taken(w.a, 0)  # rows out of bounds are those of the base alone
     if w.is_stack:
         return LoraArray(base, a, taken(w.b, 0), w.scale, w.inputs)
     return LoraArray(base, a, w.b, w.scale, a.ndim - 1).materialize()
@@ -384,7 +258,7 @@ def _(
 
 @register("convert_element_type")
 def _(w: LoraArray, *, new_dtype: Any, weak_type: bool = False, sharding: Any = None) -> Any:
-    del weak_type, sharding  # weak types are for scalars; the sharding follows from the parts
+    del weak_type, sharding  # weak types are for scalars; the sharding follows from the components
     if not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented
-    return w.replace(base=_on(lambda base: lax.convert_element_type(base, new_dtype), w.base))
+    return w.replace(base=apply(lambda base: lax.convert_element_type(base, new_dtype), w.base))

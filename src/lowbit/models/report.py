@@ -1,4 +1,4 @@
-"""What became of every leaf of a model."""
+"""Reports on quantized models: a row for every leaf, as a table or as an HTML page."""
 
 import dataclasses
 import html
@@ -8,19 +8,22 @@ from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from typing import Any
 
+from lowbit.runtime import is_implicit
+
 from .histogram import Histogram
+from .plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A leaf: what it is stored as, or why it was kept as it was.
+    """A leaf: how it is stored, or why it was kept.
 
     - `format`: the name of the format, or None for a leaf that was kept.
-    - `axis`: along which elements share a scale.
-    - `before`, `after`: bytes.
-    - `error`: |stored - original| / |original|; None for a leaf that was kept, and under a trace.
+    - `axis`: the axis along which elements share a scale.
+    - `before`, `after`: sizes in bytes.
+    - `error`: relative error |stored - original| / |original|; None for a leaf that was kept, and under a trace.
     - `why`: how the axis was found, or why the leaf was kept.
-    - `tied`: the path of the leaf that it is the same array as; totals count it once.
+    - `tied`: the path of an earlier leaf that is the same array; totals count it once.
     """
 
     path: str
@@ -36,16 +39,18 @@ class Row:
 
     @property
     def size(self) -> int:
-        """How many weights it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A row for every leaf, by its path; prints as a table, and shows as a page in a notebook.
+    """A report with a row for every leaf. It prints as a table and renders as HTML in a notebook.
 
-    - `unmatched`: patterns that matched no leaf. `histograms`: those of the worst leaves, for the page.
-    - `notes`: sentences below the table. `on_disk`: the size of the file that was written, in bytes, if one was.
+    - `unmatched`: patterns that matched no leaf.
+    - `histograms`: of the leaves with the largest errors, shown in the HTML page.
+    - `notes`: sentences shown below the table.
+    - `on_disk`: the size in bytes of the file that was written, or None.
 
     >>> import jax.numpy as jnp, lowbit
     >>> _, report = lowbit.quantize_tree({"kernel": jnp.ones((64, 32)), "bias": jnp.ones(32)}, "int8")
@@ -88,22 +93,22 @@ class Report:
 
     @property
     def before(self) -> int:
-        """Bytes of all leaves before."""
+        """Bytes of all leaves before quantization."""
         return sum(row.before for row in self.rows if row.tied is None)
 
     @property
     def after(self) -> int:
-        """Bytes of all leaves after."""
+        """Bytes of all leaves after quantization."""
         return sum(row.after for row in self.rows if row.tied is None)
 
     @property
     def size(self) -> int:
-        """How many weights there are."""
+        """The number of elements of all leaves."""
         return sum(row.size for row in self.rows if row.tied is None)
 
     @property
     def bits(self) -> float:
-        """Stored bits for each weight, over all leaves."""
+        """Stored bits per element, over all leaves."""
         return _bits(self.after, self.size)
 
     def __str__(self) -> str:
@@ -130,14 +135,14 @@ class Report:
         return "\n".join([*lines, *self._all_notes()])
 
     def _all_notes(self) -> list[str]:
-        return [*(f"The rule {pattern!r} matched no leaf." for pattern in self.unmatched), *self.notes]
+        return [*(f"The pattern {pattern!r} matched no leaf." for pattern in self.unmatched), *self.notes]
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain dicts, for JSON or a data frame."""
         return [dataclasses.asdict(row) for row in self.rows]
 
     def to_html(self, title: str = "Quantized model") -> str:
-        """The report as a page in one file, which loads nothing: totals, charts by layer, a table, histograms.
+        """Render the report as a self-contained HTML page: totals, charts by layer, a table, histograms.
 
         >>> import jax.numpy as jnp, lowbit
         >>> _, report = lowbit.quantize_tree({"kernel": jnp.ones((64, 32))}, "int8", histograms=8)
@@ -152,37 +157,54 @@ class Report:
             "histograms": [dataclasses.asdict(found) for found in self.histograms],
             "notes": self._all_notes(),
         }
-        # In ASCII, and without what could end the script that holds it, whatever the names are.
+        # ASCII, with <, > and & escaped, so that no name can end the script element.
         text = json.dumps(data, allow_nan=False, separators=(",", ":"))
         for character in "<>&":
             text = text.replace(character, f"\\u{ord(character):04x}")
-        page = files("lowbit").joinpath("report.html").read_text("utf-8")
+        page = files("lowbit.models").joinpath("report.html").read_text("utf-8")
         return page.replace(">DATA<", f">{text}<")
 
     def _repr_html_(self) -> str:
-        # A frame, so that neither the notebook nor another report meets the page's style and names.
+        # An iframe keeps the styles and names of the page apart from the notebook and from other reports.
         page = html.escape(self.to_html())
         return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width:100%;height:42rem;border:0"></iframe>'
 
 
+def row(path: str, before: Any, after: Any, plan: Plan, error: float | None) -> Row:
+    """The row of the report for a leaf, given before and after."""
+    sizes = array_bytes(before), array_bytes(after)
+    name, axis = (None, None) if plan.config is None else (str(plan.config.dtype), plan.config.axis)
+    return Row(path, tuple(before.shape), str(before.dtype), name, axis, sizes[0], sizes[1], error, plan.why)
+
+
+def array_bytes(leaf: Any) -> int:
+    """The bytes of an array, or of the type of one (`jax.ShapeDtypeStruct`)."""
+    return int(leaf.nbytes) if is_implicit(leaf) else math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def relative_error(lost: float, size: float) -> float:
+    """The relative error from the sums of `squares`; the absolute one where the weights are all zero."""
+    return math.sqrt(lost / size) if size > 0 else math.sqrt(lost)
+
+
 def worst(rows: Iterable[Row], count: int) -> list[Row]:
-    """The leaves with the largest errors, each array once."""
+    """The `count` leaves with the largest errors, each array once."""
     if count < 0:
-        raise ValueError(f"histograms={count} must be how many of the worst tensors to show, or 0.")
+        raise ValueError(f"histograms={count} must be the number of leaves to show, 0 or more.")
     known = [(row.error, row) for row in rows if row.format is not None and row.error is not None and row.tied is None]
     known.sort(key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0], reverse=True)
     return [row for _, row in known[:count]]
 
 
 def _json_number(value: float | None) -> float | str | None:
-    """A number as JSON has it; for the others the strings that JavaScript makes them of."""
+    """A number for JSON; NaN and infinity as strings that JavaScript's `Number` parses."""
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity"
 
 
 def _change(before: int, after: int) -> str:
-    """How two sizes differ, in words; both are positive."""
+    """The ratio of two positive sizes, in words."""
     if before == after:
         return "the same size"
     ratio = f"{max(before, after) / max(1, min(before, after)):.2f}"

@@ -1,6 +1,6 @@
-"""Which axis of each weight a model contracts: read off its program, or else from the names of its layers.
+"""Find the axis of each weight that a model contracts: from its jaxpr, or from the names of its leaves.
 
-Scales belong along the contracted axis: there the product is fastest and the error smallest.
+Scales are best shared along the contracted axis: the product is fastest and the error smallest there.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .runtime import _compat, implicit, is_implicit
+from lowbit.runtime import _compat, implicit, is_implicit
 
-# The last name of a path, or a pattern for all of it, and the axis it contracts. Embeddings are stored by row.
+# A regular expression for the whole path, the contracted axis, and the convention. Embeddings are stored by row.
 NAMES: tuple[tuple[str, int, str], ...] = (
     (r"(.*/)?(c_attn|c_proj|c_fc)/weight", -2, "GPT-2's (in, out)"),
     (r"(.*/)?[^/]*(embed|embd|wte|wpe)[^/]*(/weight|/embedding)?", -1, "an embedding, by row"),
@@ -23,17 +23,17 @@ NAMES: tuple[tuple[str, int, str], ...] = (
     (r"(.*/)?kernel", -2, "(in, out) as in Flax"),
     (r"(.*/)?w\d*", -2, "(in, out) as in Haiku"),
 )
-# What is added to activations, or multiplies them element by element.
+# Leaves that are added to activations, or multiply them element by element.
 _VECTORS = re.compile(r"(.*/)?([^/]*(norm|bias)[^/]*|ln_?\w*|b\d*|scale|offset|gamma|beta)(/weight)?", re.I)
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """How a leaf is used: the axes contracted, counted from the end, or none; and how that was found.
+    """How a leaf is used: the contracted axes, counted from the end, or None if unknown; and how that was found.
 
-    - `vector`: it is no weight, but a norm, a bias, an array of one axis.
-    - `told`: whether anything was found at all.
-    - `multiplied`: whether a product may be what it is for.
+    - `vector`: not a weight matrix but a norm, a bias, or an array with one axis.
+    - `told`: False if nothing was found out about the leaf.
+    - `multiplied`: False if the program uses it in no product.
     """
 
     axes: tuple[int, ...] | None
@@ -44,27 +44,27 @@ class Found:
 
 
 def axes_by_name(path: str, shape: Sequence[int]) -> Found:
-    """What the name of a leaf tells, by `NAMES`.
+    """How a leaf is used, judged by its name (`NAMES`) and its number of axes.
 
     >>> axes_by_name("layers/0/mlp/kernel", (64, 256)).axes
     (-2,)
     """
     if len(shape) < 2:
         return Found(None, "a vector", vector=True)
-    path = path.replace(".", "/")  # the flat names of files
+    path = path.replace(".", "/")  # checkpoints have flat names with dots
     if _VECTORS.fullmatch(path):
         return Found(None, "the name of a norm or a bias", vector=True)
     for pattern, axis, why in NAMES:
         if re.fullmatch(pattern, path, re.I):
-            # With more axes, a kernel may have heads, a window or layers beside the two that are meant.
+            # Further axes may be heads, a convolution window or layers: which, the name does not tell.
             if len(shape) == 2 or (len(shape) == 3 and axis == -1):
                 return Found((axis,), f"name: {why}")
-            return Found(None, f"{len(shape)} axes: pass fn=, or a rule with an axis")
-    return Found(None, "name not known: pass fn=, or a rule with an axis")
+            return Found(None, f"{len(shape)} axes: pass fn=, or a pattern with an axis")
+    return Found(None, "name not known: pass fn=, or a pattern with an axis")
 
 
 def axes_by_program(fn: Callable[..., Any], leaves: Sequence[Any], call: Callable[..., Any], args: Any) -> list[Found]:
-    """How `fn(call(leaves), *args)` uses each leaf; leaves and arguments may be types (`jax.ShapeDtypeStruct`)."""
+    """How `fn(call(leaves), *args)` uses each leaf; leaves and arguments may be `jax.ShapeDtypeStruct`s."""
     given, tree = jax.tree.flatten((list(leaves), args), is_leaf=is_implicit)
     at = [i for i, x in enumerate(given) if hasattr(x, "dtype") and not is_implicit(x)]
 
@@ -80,7 +80,7 @@ def axes_by_program(fn: Callable[..., Any], leaves: Sequence[Any], call: Callabl
             [given[i] for i in at]
         )
     except Exception as error:
-        error.add_note("quantize_tree traced fn(params, *args) to see which axes it contracts.")
+        error.add_note("lowbit traced fn(params, *args) to see which axes of the parameters it contracts.")
         raise
     uses = _Uses()
     uses.walk(program.jaxpr, [(_View(n, tuple((a,) for a in range(given[i].ndim))),) for n, i in enumerate(at)])
@@ -97,7 +97,7 @@ def _conclude(uses: "set[_Use]", shape: Sequence[int]) -> Found:
     rows = any(use.kind == "lookup" for use in uses)
     if len(summed) > 1:
         axes = " and ".join(sorted(str(tuple(a - ndim for a in axes)) for axes in summed))
-        return Found(None, f"fn contracts it along axes {axes}: choose one by a rule with an axis")
+        return Found(None, f"fn contracts it along axes {axes}: choose one by a pattern with an axis")
     if summed:
         (axes,) = summed
         return Found(tuple(a - ndim for a in axes), "fn")
@@ -111,7 +111,7 @@ def _conclude(uses: "set[_Use]", shape: Sequence[int]) -> Found:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """A value that holds a leaf's elements: for each of its axes, the leaf's axes that run along it."""
+    """A value that holds the elements of a leaf: for each of its axes, the axes of the leaf that run along it."""
 
     leaf: int
     axes: tuple[tuple[int, ...], ...]
@@ -126,17 +126,17 @@ class _Use:
     axes: tuple[int, ...] = ()
 
 
-# One operand in, the same axes out.
+# Primitives whose result has the axes of their first operand.
 _SAME = {"convert_element_type", "copy", "copy_p", "neg", "reduce_precision", "stop_gradient", "sharding_constraint"}
 _SAME |= {"slice", "pcast", "pvary", "reshard", "mesh_cast"}
 
 
-# The leaves that a value holds: several where they were joined.
+# A value may hold several leaves, if they were concatenated.
 _Views = tuple[_View, ...]
 
 
 class _Uses:
-    """Follows leaves through a program and notes what becomes of them."""
+    """Follows leaves through a jaxpr and records how they are used."""
 
     def __init__(self) -> None:
         self.of: dict[int, set[_Use]] = {}
@@ -158,14 +158,14 @@ class _Uses:
         return [held(v) for v in jaxpr.outvars]
 
     def step(self, eqn: JaxprEqn, views: list[_Views]) -> Sequence[_Views]:
-        """Note the uses of an equation; the views among its results."""
+        """Record the uses of an equation; return the views that its results are."""
         name, params = eqn.primitive.name, eqn.params
         inner = list(_compat.subjaxprs(params))
         if name == "scan" and (scan := _compat.scan(params)):
             return self.scan(scan, views)
         if name == "while" and (loop := _compat.while_loop(params)):
             return self.loop(loop, views)
-        if name in ("scan", "while"):  # of a JAX that we do not know
+        if name in ("scan", "while"):  # of an unknown version of JAX: not followed
             inner = []
         if name == "cond":
             outs = [self.walk(branch, views[1:]) for branch in inner]
@@ -176,7 +176,7 @@ class _Uses:
         if name == "optimization_barrier":
             return views
         if name in ("dot_general", "ragged_dot_general"):
-            # Batch axes are stacked layers or experts: scales have those in any case.
+            # Batch axes are stacked layers or experts, each of which has scales of its own.
             dims = params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]
             summed = (dims if name == "dot_general" else dims.dot_dimension_numbers)[0]
             for side, axes in zip(views[:2], summed, strict=True):
@@ -194,7 +194,7 @@ class _Uses:
         return []
 
     def moved(self, eqn: JaxprEqn, name: str, view: _View) -> _View | None:
-        """What an equation that only moves its first operand makes of it."""
+        """The view after an equation that only moves the elements of its first operand; None for any other."""
         params, shape = eqn.params, _shape(eqn.outvars[0])
         if name in _SAME or (name in ("mul", "div") and math.prod(_shape(eqn.invars[1])) == 1):
             return view
@@ -238,7 +238,7 @@ def _shape(var: Any) -> tuple[int, ...]:
 def _regrouped(
     before: Sequence[int], after: Sequence[int], axes: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[int, ...]]:
-    """The axes after a reshape: where axes are merged or split, all of their group run along each."""
+    """The axes after a reshape: where axes are merged or split, every axis of the group runs along each result."""
     i = j = 0
     while j < len(after):
         group, sizes = list(axes[i : i + 1]), (before[i] if i < len(before) else 1)

@@ -1,4 +1,4 @@
-"""Shardings of whole trees, given for the arrays as they read."""
+"""Shardings of whole trees: from those of the logical arrays to those of their components."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from .formats._sharding import check_pieces
-from .runtime import is_implicit
-from .runtime._compat import mesh_in_context
-from .tree import leaf_path
+from lowbit.formats._sharding import check_pieces
+from lowbit.runtime import is_implicit
+from lowbit.runtime._compat import mesh_in_context
+
+from .patterns import leaf_path
 
 
 def specs(tree: Any, logical: Any) -> Any:
-    """The PartitionSpec of every stored part, for `in_specs` and `out_specs` of `jax.shard_map`.
+    """The PartitionSpec of every component, for `in_specs` and `out_specs` of `jax.shard_map`.
 
-    `logical` has a PartitionSpec (or a NamedSharding) for each array of `tree`, or for a subtree with all in it; None
-    is for arrays that every device has. JAX itself would apply a bare PartitionSpec to each part: one scale for an
-    axis cannot be cut along it.
+    `logical` has a PartitionSpec (or a NamedSharding) for each array of `tree`, or one for a whole subtree; None means
+    replicated. JAX applies a bare PartitionSpec to every component, which fails where one scale covers a sharded axis.
 
     >>> import jax.numpy as jnp, lowbit
     >>> from jax.sharding import PartitionSpec as P
@@ -37,14 +37,14 @@ def specs(tree: Any, logical: Any) -> Any:
 
 
 def shardings(tree: Any, logical: Any) -> Any:
-    """The sharding of every stored part, for `jax.device_put`, and for `in_shardings` and `out_shardings` of `jax.jit`.
+    """The sharding of every component, for `jax.device_put`, and for `in_shardings` and `out_shardings` of `jax.jit`.
 
     - `tree`: arrays or `jax.ShapeDtypeStruct`s, dense or quantized.
-    - `logical`: a sharding for each array of `tree`, given for the array as it reads, or for a subtree with all in it.
-      A PartitionSpec is one of the mesh of `jax.set_mesh`; None leaves it to JAX.
+    - `logical`: the sharding of each array of `tree`, in terms of its logical axes, or one for a whole subtree. A
+      PartitionSpec refers to the mesh of `jax.set_mesh`; None leaves the choice to JAX.
 
-    JAX itself would apply a bare sharding to each part: one scale for an axis cannot be cut along it. What would cut a
-    block or does not divide an axis is a `ValueError` that names the array and says what would do.
+    JAX applies a bare sharding to every component, which fails where one scale covers a sharded axis. A sharding that
+    would split a block or does not divide an axis raises a `ValueError` with the array and a choice that works.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -60,7 +60,7 @@ def shardings(tree: Any, logical: Any) -> Any:
         if isinstance(given, PartitionSpec):
             mesh = mesh_in_context()
             if mesh is None:
-                raise ValueError(f"{given} needs a mesh: pass a NamedSharding, or set one by jax.set_mesh.")
+                raise ValueError(f"{given} needs a mesh: pass a NamedSharding, or set a mesh with jax.set_mesh.")
             given = NamedSharding(mesh, given)
         if is_implicit(array):
             return None if given is None else array.part_shardings(given)

@@ -1,0 +1,176 @@
+"""Adapters over the frozen weights of a whole model: add them by patterns over paths, and merge them."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from lowbit.formats import QuantizedArray
+from lowbit.models.axes import Found, axes_by_name, axes_by_program
+from lowbit.models.patterns import Rule, Rules, first_matches, is_array, leaf_path, no_match
+from lowbit.models.plan import SMALL, plan
+from lowbit.models.tree import quantized
+from lowbit.runtime import is_implicit
+
+from . import rules as rules  # registers how primitives act on a LoraArray
+from .array import LoraArray
+
+T = TypeVar("T")
+
+
+def lora(
+    params: T,
+    rules: str | Mapping[str, int | None] | Iterable[str | Rule],
+    *,
+    rank: int = 8,
+    alpha: float | None = None,
+    key: jax.Array,
+    dtype: Any = jnp.float32,
+    fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+) -> T:
+    """Add low-rank adapters to weights of a model. Each becomes a `LoraArray`: `base + scale * (a @ b)`.
+
+    - `rules`: a pattern over paths, several of them, or a dict from patterns to ranks, None for no adapter. `Rule`
+      objects work too: a format of None means no adapter, any other format is ignored. The first pattern that matches
+      a leaf decides. `"*"` means every weight of at least 1,024 elements. Norms and biases never get an adapter.
+    - `alpha`: `scale` is `alpha / rank`, or 1 if `alpha` is None.
+    - `key`: random key for `a`, which is normal with variance 1 / in. `b` is zero, so the model starts unchanged. The
+      values of a leaf depend on its path and not on which other leaves are adapted.
+    - `dtype`: of `a` and `b`.
+    - `fn`, `args`: a call of the model, `fn(params, *args)`, that tells which axes are inputs, as in `quantize_tree`.
+      Without it the inputs are the axes along which a quantized base shares a scale, unless those are all of its axes.
+      In other arrays with more than two axes, all axes before the last two are stacked layers.
+
+    Bases may be quantized (QLoRA) or dense (LoRA). `partition` makes the adapters trainable and nothing else.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> params = {"up": lowbit.quantize(jnp.ones((64, 256))), "norm": jnp.ones(64)}
+    >>> params = lowbit.lora(params, "*", rank=4, key=jax.random.key(0))
+    >>> params["up"].a.shape, params["up"].b.shape
+    ((64, 4), (4, 256))
+    >>> trainable, frozen = lowbit.partition(params)
+    >>> [leaf.shape for leaf in jax.tree.leaves(trainable)]
+    [(64, 4), (4, 256)]
+    """
+    ranks = _ranks(rules, rank)
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
+    paths, leaves = [leaf_path(path) for path, _ in found], [leaf for _, leaf in found]
+    uses: Sequence[Found | None] = [None] * len(leaves)
+    if fn is not None:
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x for x in leaves]
+        uses = axes_by_program(fn, types, partial(jax.tree.unflatten, structure), tuple(args))
+    for i, own_rank in _chosen(ranks, paths, leaves, uses).items():
+        scale = 1.0 if alpha is None else alpha / own_rank
+        own_key = jax.random.fold_in(key, zlib.crc32(paths[i].encode()))
+        leaves[i] = _adapted(paths[i], leaves[i], own_rank, scale, own_key, dtype, uses[i])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def merge(params: T, rules: Rules | None = None) -> T:
+    """Add each adapter to its base. The result is dense, in the dtype of the base.
+
+    With `rules`, patterns as in `quantize_tree`, the merged weights that they match are quantized again, along the axis
+    of the base. That rounds away changes smaller than a step of the format.
+
+    >>> import jax, jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 32)), "int8"), "norm": jnp.ones(64)}
+    >>> params = lowbit.lora(params, "w", key=jax.random.key(0))
+    >>> type(lowbit.merge(params)["w"]) is type(params["norm"]), type(lowbit.merge(params, "int8")["w"]).__name__
+    (True, 'Array8B')
+    """
+    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_implicit)
+    leaves = [leaf for _, leaf in found]
+    adapted = {i: leaf_path(path) for i, (path, leaf) in enumerate(found) if isinstance(leaf, LoraArray)}
+    bases = [leaves[i].base for i in adapted]
+    for i in adapted:
+        leaves[i] = leaves[i].materialize()
+    if rules is not None:
+        known = [Found(base.scale_axes, "base") if isinstance(base, QuantizedArray) else None for base in bases]
+        wanted = [(path, leaves[i], use) for (i, path), use in zip(adapted.items(), known, strict=True)]
+        plans, _ = plan(rules, wanted, strict=True)
+        for (i, path), planned in zip(adapted.items(), plans, strict=True):
+            if planned.config is not None:
+                leaves[i] = quantized(path, leaves[i], planned.config)[0]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _ranks(rules: Any, rank: int) -> list[tuple[Rule, int | None]]:
+    """The patterns in order, each with its rank, or None for no adapter."""
+    given = {rules: rank} if isinstance(rules, str) else rules
+    if isinstance(given, Mapping):
+        ordered = [(Rule(pattern, None), own) for pattern, own in given.items()]
+    else:
+        ordered = [
+            (rule, rank if rule.format is not None else None) if isinstance(rule, Rule) else (Rule(rule, None), rank)
+            for rule in given
+        ]
+    for rule, own in ordered:
+        if own is not None and (type(own) is not int or own < 1):
+            raise ValueError(f"The rank {own!r} of the pattern {rule.pattern!r} must be an integer >= 1, or None.")
+    return ordered
+
+
+def _chosen(
+    ranks: Sequence[tuple[Rule, int | None]], paths: Sequence[str], leaves: Sequence[Any], uses: Sequence[Found | None]
+) -> dict[int, int]:
+    """The places of the leaves that get an adapter, each with its rank."""
+    by_rule, unmatched = first_matches([rule for rule, _ in ranks], list(zip(paths, leaves, strict=True)))
+    if unmatched:
+        raise ValueError(no_match(unmatched, paths))
+    chosen: dict[int, int] = {}
+    for r, members in by_rule.items():
+        rule, rank = ranks[r]
+        if rank is None:
+            continue
+        able = [i for i in members if _takes_adapter(paths[i], leaves[i], rule, uses[i])]
+        if not able:
+            raise ValueError(
+                f"The pattern {rule.pattern!r} matches {', '.join(paths[i] for i in members[:20])}, but no leaf that "
+                "can have an adapter: floating-point arrays with two or more axes that are not norms or biases."
+            )
+        chosen |= dict.fromkeys(able, rank)
+    return chosen
+
+
+def _takes_adapter(path: str, leaf: Any, rule: Rule, use: Found | None) -> bool:
+    if isinstance(leaf, LoraArray):
+        raise ValueError(f"{path} has an adapter already: merge it first.")
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or axes_by_name(path, leaf.shape).vector:
+        return False
+    # A leaf that is only added, such as a position embedding, would be made dense at every step.
+    worth = math.prod(leaf.shape) >= SMALL and (use is None or use.multiplied)
+    return worth or not rule.is_default
+
+
+def _adapted(path: str, base: Any, rank: int, scale: float, key: jax.Array, dtype: Any, use: Found | None) -> LoraArray:
+    layers, inputs = _layers_and_inputs(base, use)
+    stack, ins, outs = base.shape[:layers], base.shape[layers : layers + inputs], base.shape[layers + inputs :]
+    if rank > (most := min(math.prod(ins), math.prod(outs))):
+        raise ValueError(f"rank={rank} must be at most min(in, out) = {most} for {path} of shape {tuple(base.shape)}.")
+    a = jax.random.normal(key, (*stack, *ins, rank), dtype) / math.prod(ins) ** 0.5
+    b = jnp.zeros((*stack, rank, *outs), dtype)
+    adapted = LoraArray(base, a.astype(dtype), b, scale, inputs)
+    sharding = None if isinstance(a, Tracer) else getattr(base, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        where = adapted.part_shardings(sharding)
+        return adapted.replace(a=jax.device_put(a, where.a), b=jax.device_put(b, where.b))
+    return adapted
+
+
+def _layers_and_inputs(base: Any, use: Found | None) -> tuple[int, int]:
+    """How many leading axes of a weight are stacked layers, and how many axes after them are inputs."""
+    ndim = len(base.shape)
+    axes = use.axes if use is not None else base.scale_axes if isinstance(base, QuantizedArray) else None
+    first, last = (-2, -2) if axes is None else (min(axes), max(axes))
+    if last == -1:  # (out, in): the factors of the transpose serve as well
+        first = last = first - 1
+    if first < -ndim:  # one scale for all axes does not tell inputs from outputs
+        first = last = -2
+    return max(ndim + first, 0), last - max(first, -ndim) + 1
