@@ -41,7 +41,7 @@ class Array8B(QuantizedArray):
     ((32, 256), dtype('int8'), (1, 256))
     """
 
-    in_int8: ClassVar[int | None] = 1
+    int8_multiplier: ClassVar[int | None] = 1
 
     @classmethod
     def quantize(

@@ -20,6 +20,7 @@ from jax import lax
 from lowbit.formats._blocks import span_of
 from lowbit.formats._quantized import QuantizedArray
 
+from ._product import Product
 from ._table import register_kernel
 from ._tiles import layer_numbers
 
@@ -58,42 +59,28 @@ def instruction_set() -> str | None:
 # --- the product
 
 
-def matmul_fits(x: jax.Array, w: QuantizedArray, *, contract: int, dtype: Any, **params: Any) -> bool:
+def matmul_fits(product: Product) -> bool:
     """Whether the library has this product: its format, and matrices that do not share scales."""
-    return _matrices_fit(w) and x.dtype in _FLOATS and dtype in _FLOATS
+    return _matrices_fit(product.w) and product.x.dtype in _FLOATS and product.dtype in _FLOATS
 
 
 def _matrices_fit(w: QuantizedArray) -> bool:
     return w.decoder is not None and all(span_of(w.spans, axis) == 1 for axis in range(-len(w.spans), -2))
 
 
-def matmul(
-    x: jax.Array,
-    w: QuantizedArray,
-    *,
-    contract: int,
-    dtype: Any,
-    precision: Any,
-    out_sharding: Any,
-    arithmetic: str,
-) -> jax.Array:
+def matmul(product: Product) -> jax.Array:
     """As `reference.matmul`; float32 sums are as exact as any `precision` asks for."""
-    del precision, out_sharding
-    stored, batch, columns = w.stored_shape, w.shape[:-2], w.shape[-3 - contract]
-    rows = x.shape[len(batch) : -1]
-    y = jax.ffi.ffi_call(
-        "lowbit_matmul",
-        jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), columns), dtype),
-    )(
-        x.reshape(math.prod(batch), math.prod(rows), x.shape[-1]),
+    w, matrices, rows = product.w, math.prod(product.batch), math.prod(product.rows)
+    y = jax.ffi.ffi_call("lowbit_matmul", jax.ShapeDtypeStruct((matrices, rows, product.n), product.dtype))(
+        product.x.reshape(matrices, rows, product.k),
         w.codes,
-        *_scale_operands(w, math.prod(stored[:-2])),
+        *_scale_operands(w, math.prod(w.stored_shape[:-2])),
         layer_numbers(w),
         **_layout(w),
-        contract=np.int64(contract + 2),
-        fast=arithmetic == "fast",
+        contract=np.int64(product.contract + 2),
+        fast=product.arithmetic == "fast",
     )
-    return y.reshape(*batch, *rows, columns)
+    return y.reshape(product.shape)
 
 
 def _layout(w: QuantizedArray) -> dict[str, Any]:

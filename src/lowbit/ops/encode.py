@@ -9,7 +9,7 @@ from jax import lax
 
 from lowbit.kernels._table import find_kernels, use_kernel
 
-from .choice import by_platform, first
+from .choice import by_platform, nearest
 
 
 def encode(reference: Callable[..., Any], array: jax.Array, spans: tuple[int, ...], format: str) -> Any:
@@ -17,5 +17,5 @@ def encode(reference: Callable[..., Any], array: jax.Array, spans: tuple[int, ..
     array = lax.stop_gradient(array)
     like = jax.eval_shape(partial(reference, spans=spans), array)
     params = {"spans": spans, "format": format, "like": like}
-    kernels = find_kernels("encode", array, **params) if first(use_kernel.value, True) else {}
+    kernels = find_kernels("encode", array, **params) if nearest(use_kernel.value, True) else {}
     return by_platform(kernels, lambda array, **_: reference(array, spans), array, **params)
