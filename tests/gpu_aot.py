@@ -28,8 +28,10 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 import lowbit  # noqa: E402
+from lowbit.kernels import gpu  # noqa: E402
 from lowbit.kernels._product import Product  # noqa: E402
 from lowbit.kernels.gpu import kernel, tiling  # noqa: E402
+from lowbit.runtime._compat import lowering_for  # noqa: E402
 
 CALL = "__gpu$xla.gpu.triton"
 # Published numbers: multiprocessors, clock, shared memory of one and of a block of threads, L2, bandwidth.
@@ -70,7 +72,8 @@ def compiled(chip, format, contract, m, k, n, dtype, **options):
 
     def lowbit_aot(x, w):
         if options:
-            return kernel.matmul(Product(x, w, contract, dtype), **options)
+            with lowering_for(gpu.ANY_GPU):
+                return kernel.matmul(Product(x, w, contract, dtype), **options)
         return x @ (w if contract == -2 else w.T)
 
     shutil.rmtree(DUMP, ignore_errors=True)

@@ -35,7 +35,7 @@ def test_the_library_is_there_where_it_can_be_built() -> None:
         assert cpu.instruction_set() is not None
 
 
-def test_a_missing_library_is_said_once_and_does_no_harm(tmp_path, monkeypatch) -> None:
+def test_a_missing_library_warns_and_runs_the_reference(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("LOWBIT_NATIVE", raising=False)
     with pytest.warns(RuntimeWarning, match=r"without its native CPU kernels.*C\+\+ compiler.*LOWBIT_NATIVE=0"):
         assert cpu._load([str(tmp_path)]) is None

@@ -1,4 +1,4 @@
-"""How fast it runs here. No public names."""
+"""Kernels for CPU, GPU and TPU, and the reference. No public names."""
 
 from . import cpu, gpu, tpu
 from ._table import register_kernel

@@ -1,4 +1,4 @@
-"""Every operation by decoding: right on every platform, and what each kernel is tested against."""
+"""Every operation by decoding: correct on every platform, and what each kernel is tested against."""
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,11 @@ def matmul(product: Product) -> jax.Array:
 
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
-    """The rows of a matrix as stored, for row numbers of shape (..., 1) that are all inside of it."""
+    """Decode rows of a matrix as stored, for row numbers of shape (..., 1) that are all in range."""
 
-    def chosen(part: jax.Array, spans: tuple[int, ...]) -> jax.Array:
+    def chosen(component: jax.Array, spans: tuple[int, ...]) -> jax.Array:
         span = span_of(spans, -2)
-        return part[0] if span == WHOLE else jnp.take(part, rows[..., 0] // span, axis=0, mode="clip")
+        return component[0] if span == WHOLE else jnp.take(component, rows[..., 0] // span, axis=0, mode="clip")
 
     spans = w.part_spans()
     columns = w.stored_shape[-1]
@@ -42,6 +42,6 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
 
 
 def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each row, the sums of the squares of what was lost and of what it was, in float32."""
+    """The sums of squares of each row's error and of the row itself, in float32."""
     array = array.astype(jnp.float32)
     return jnp.sum((w.decode() - array) ** 2, -1), jnp.sum(array**2, -1)

@@ -155,7 +155,10 @@ class MeshAxes:
     def stored(self, w: QuantizedArray, axis: int, entry: Entry) -> Entry:
         """The same for an axis of a stored array; a shard has whole blocks and bytes."""
         spans = w.part_spans()
-        return self.take(entry, [getattr(w, part).shape[axis] for part in spans if span_of(spans[part], axis) != WHOLE])
+        return self.take(
+            entry,
+            [getattr(w, component).shape[axis] for component in spans if span_of(spans[component], axis) != WHOLE],
+        )
 
     def place(self, *spec: Entry) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -186,13 +189,13 @@ class Factors:
         self.sizes[inner] = packing
         return stored, f"({stored} {inner})"
 
-    def parts(self, w: QuantizedArray, codes: Sequence[str], index: Sequence[str] = ()) -> list[str]:
+    def components(self, w: QuantizedArray, codes: Sequence[str], index: Sequence[str] = ()) -> list[str]:
         """The factors of each component of an array whose codes have these."""
 
-        def part(part: Any, _: Any) -> str:
-            return " ".join(codes if part is w.codes else self.new(len(part.shape)))
+        def named(component: Any, _: Any) -> str:
+            return " ".join(codes if component is w.codes else self.new(len(component.shape)))
 
-        return jax.tree.leaves(w.map_parts(part, index=None if w.index is None else " ".join(index)))
+        return jax.tree.leaves(w.map_parts(named, index=None if w.index is None else " ".join(index)))
 
 
 class ShardedProduct:
@@ -218,8 +221,8 @@ class ShardedProduct:
         k, summed = factors.new(2)
         stored, n = factors.axis(self.w, -3 - self.contract)
         matrix = [stored, summed] if self.contract == -1 else [summed, stored]
-        parts = factors.parts(self.w, [*stack, *lead, *matrix], index)
-        operands = [" ".join([*index, *lead, *rows, k]), *parts]
+        components = factors.components(self.w, [*stack, *lead, *matrix], index)
+        operands = [" ".join([*index, *lead, *rows, k]), *components]
         return ", ".join(operands) + " -> " + " ".join([*index, *lead, *rows, n]), factors.sizes
 
     def partition(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
@@ -236,11 +239,11 @@ class ShardedProduct:
         gathered = {axis: names_in(held[axis]) for axis in axes if held[axis] != used[axis]}
         summed = names_in(used[self.contract])
 
-        def gather(part: jax.Array, spans: tuple[int, ...]) -> jax.Array:
+        def gather(component: jax.Array, spans: tuple[int, ...]) -> jax.Array:
             for axis, names in gathered.items():
                 if span_of(spans, axis) != WHOLE:
-                    part = lax.all_gather(part, names, axis=part.ndim + axis, tiled=True)
-            return part
+                    component = lax.all_gather(component, names, axis=component.ndim + axis, tiled=True)
+            return component
 
         def on_each_device(*leaves: jax.Array) -> jax.Array:
             product: Product = jax.tree.unflatten(self.tree, leaves)
@@ -251,13 +254,13 @@ class ShardedProduct:
             y = self.multiply(replace(product, dtype=jnp.promote_types(self.dtype, jnp.float32)))
             return lax.psum(y, summed).astype(self.dtype)
 
-        def part(_: Any, spans: tuple[int, ...]) -> NamedSharding:
+        def place(_: Any, spans: tuple[int, ...]) -> NamedSharding:
             own = (None if span_of(spans, axis) == WHOLE else held[axis] for axis in axes)
             return stays.place(*[None] * layers, *own)
 
         lead = [used[axis] for axis in axes[:-2]]
-        parts = w.map_parts(part, index=None if w.index is None else moves.place(*index))
-        shardings = (moves.place(*index, *lead, *rows, used[self.contract]), *jax.tree.leaves(parts))
+        components = w.map_parts(place, index=None if w.index is None else moves.place(*index))
+        shardings = (moves.place(*index, *lead, *rows, used[self.contract]), *jax.tree.leaves(components))
         return shardings, moves.place(*index, *lead, *rows, used[-3 - self.contract]), on_each_device
 
 
@@ -269,14 +272,14 @@ class ShardedRows:
         self.tree = jax.tree.structure(w)
         self.w, self.rows = jax.eval_shape(lambda w, rows: (w, rows), w, rows)
 
-    def __call__(self, rows: jax.Array, *parts: jax.Array) -> jax.Array:
-        return self.look_up(jax.tree.unflatten(self.tree, parts), rows)
+    def __call__(self, rows: jax.Array, *components: jax.Array) -> jax.Array:
+        return self.look_up(jax.tree.unflatten(self.tree, components), rows)
 
     def rule(self) -> tuple[str, dict[str, Any]]:
         factors = Factors()
         lead, (one, row) = factors.new(len(self.rows.shape) - 1), factors.new(2)
         stored, column = factors.axis(self.w, -1)
-        operands = [" ".join([*lead, one]), *factors.parts(self.w, [row, stored])]
+        operands = [" ".join([*lead, one]), *factors.components(self.w, [row, stored])]
         return ", ".join(operands) + " -> " + " ".join([*lead, column]), factors.sizes
 
     def partition(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
@@ -288,15 +291,15 @@ class ShardedRows:
         holders = names_in(matrix[-2])
         held = w.stored_shape[-2] // math.prod(mesh.shape[name] for name in holders)
 
-        def on_each_device(rows: jax.Array, *parts: jax.Array) -> jax.Array:
+        def on_each_device(rows: jax.Array, *components: jax.Array) -> jax.Array:
             if not holders:
-                return self(rows, *parts)
+                return self(rows, *components)
             here = rows - lax.axis_index(holders) * held
-            found = self(jnp.clip(here, 0, held - 1), *parts)
+            found = self(jnp.clip(here, 0, held - 1), *components)
             return lax.psum(jnp.where((here >= 0) & (here < held), found, 0), holders)
 
-        def part(_: Any, spans: tuple[int, ...]) -> NamedSharding:
+        def place(_: Any, spans: tuple[int, ...]) -> NamedSharding:
             return axes.place(*(None if span_of(spans, axis) == WHOLE else matrix[axis] for axis in (-2, -1)))
 
-        shardings = (axes.place(*lead, None), *jax.tree.leaves(w.map_parts(part)))
+        shardings = (axes.place(*lead, None), *jax.tree.leaves(w.map_parts(place)))
         return shardings, axes.place(*lead, matrix[-1]), on_each_device

@@ -332,7 +332,9 @@ def device_of(ctx: Any, platform: str) -> Device | None:
     None if both are of another platform, as for a program that is exported.
     """
     around: Any = jax.sharding.get_abstract_mesh()
-    for device in (around.abstract_device, (ctx.module_context.backend or jax).devices()[0]):
+    # Pallas knows GPUs by their name, and a GPU that is only described for the compiler may have any.
+    backend = ctx.module_context.backend if platform == "tpu" else None
+    for device in (around.abstract_device, (backend or jax).devices()[0]):
         kind = getattr(device, "device_kind", "cpu")
         if kind != "cpu" and kind.startswith("TPU") == (platform == "tpu"):
             return Device(kind, "tpu" if platform == "tpu" else "gpu", getattr(device, "num_cores", None))

@@ -13,7 +13,10 @@ from .. import reference
 from .._lazy import when_lowered
 from .._product import Product
 
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+ANY_GPU = Device("NVIDIA A100", "gpu")
+"""The device to lower for if none is known: it has what every GPU has that the kernel runs on."""
+
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def matmul_fits(product: Product) -> bool:
@@ -22,8 +25,8 @@ def matmul_fits(product: Product) -> bool:
     return (
         [*w.packing] == ["codes"]
         and w.codes.dtype in (jnp.int8, jnp.uint8)
-        and x.dtype in FLOATS
-        and product.dtype in FLOATS
+        and x.dtype in _FLOATS
+        and product.dtype in _FLOATS
         and x.size > 0
         and w.size > 0
         # Pallas counts in 32 bits up to 4 GiB, where the index of a byte has 33 with its sign.
@@ -34,8 +37,7 @@ def matmul_fits(product: Product) -> bool:
 
 def matmul(product: Product) -> jax.Array:
     """As `reference.matmul`; always exact, and as precise as any `precision` asks for."""
-    # An A100 has what every GPU has that the kernel runs on.
-    return when_lowered(_matmul, product, "cuda", default=Device("NVIDIA A100", "gpu"))
+    return when_lowered(_matmul, product, "cuda", default=ANY_GPU)
 
 
 def is_available() -> bool:

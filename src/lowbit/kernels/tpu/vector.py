@@ -31,8 +31,8 @@ def terms(x: jax.Array, count: int) -> list[jax.Array]:
     return [*found, x.astype(jnp.bfloat16)]
 
 
-def joined(parts: list[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+def joined(planes: list[jax.Array]) -> jax.Array:
+    return planes[0] if len(planes) == 1 else jnp.concatenate(planes, axis=-1)
 
 
 def repeated_rows(x: jax.Array, times: int) -> jax.Array:
@@ -45,7 +45,7 @@ def lanes(x: jax.Array, index: jax.Array) -> jax.Array:
     count = x.shape[0]
     if count == 1:  # which would be another kind of gather
         x = jnp.broadcast_to(x, (SUBLANES, x.shape[1]))
-    lane, group = (jnp.broadcast_to(part, (x.shape[0], LANES)) for part in (index & LANES - 1, index >> 7))
+    lane, group = (jnp.broadcast_to(i, (x.shape[0], LANES)) for i in (index & LANES - 1, index >> 7))
     found = None
     for start in range(0, x.shape[1], LANES):
         here = jnp.take_along_axis(x[:, start : start + LANES], lane, axis=1, mode="promise_in_bounds")
