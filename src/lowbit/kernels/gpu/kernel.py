@@ -64,6 +64,20 @@ def _side_by_side(planes: list[jax.Array]) -> jax.Array:
     return planes[0].reshape(rows, width)
 
 
+def _levels(w: QuantizedArray, packed: jax.Array, table: Any = None) -> jax.Array:
+    """Decode a tile of bytes by the format's arithmetic, or by a table of the levels of all codes."""
+    unpacked = planes(packed, w.packing["codes"])
+    if table is None:
+        return _side_by_side([w.levels(plane) for plane in unpacked])
+    return _side_by_side([triton.load(table.at[plane & table.shape[0] - 1]) for plane in unpacked])
+
+
+def _load(ref: Any, lead: Any, rows: Any, columns: Any) -> Any:
+    """The elements of a matrix in these rows and columns, 0 beyond its edges."""
+    inside = (rows < ref.shape[1])[:, None] & (columns < ref.shape[2])[None, :]
+    return triton.load(ref.at[lead, rows[:, None], columns[None, :]], mask=inside, other=0)
+
+
 def _kernel(
     layers: Any,
     x: Any,
@@ -86,15 +100,10 @@ def _kernel(
     columns = column * tile.columns + jnp.arange(tile.columns)
     spans = span_of(w.spans, -2), span_of(w.spans, -1)
 
-    def load(ref: Any, lead: Any, r: Any, c: Any) -> Any:
-        """The elements of a matrix in these rows and columns, 0 beyond its edges."""
-        inside = (r < ref.shape[1])[:, None] & (c < ref.shape[2])[None, :]
-        return triton.load(ref.at[lead, r[:, None], c[None, :]], mask=inside, other=0)
-
     def scale(r: Any, c: Any) -> Any:
         """The scales of these stored rows and columns, with size 1 on the axes that share one."""
         r, c = (jnp.zeros((1,), jnp.int32) if s == WHOLE else i // s for i, s in zip((r, c), spans, strict=True))
-        return load(scales, layer, r, c)
+        return _load(scales, layer, r, c)
 
     def of_columns(first: Any) -> Any:
         """The scale of each result, from this k on."""
@@ -106,16 +115,11 @@ def _kernel(
         ks = i * tile.depth + jnp.arange(tile.depth)
         r, c = (ks, columns) if contract == -2 else (columns, ks)
         bytes_ = c.size // per_byte
-        packed = load(codes, layer, r, (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_))
-        tiles = planes(packed, per_byte)
-        if table:
-            tiles = [triton.load(table[0].at[plane & table[0].shape[0] - 1]) for plane in tiles]
-        else:
-            tiles = [w.levels(plane) for plane in tiles]
-        weights = _side_by_side(tiles)
+        packed = _load(codes, layer, r, (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_))
+        weights = _levels(w, packed, *table)
         if not tiling.after:
             weights = weights * scale(r, c)
-        some = load(x, batch, rows, ks).astype(tiling.unit)
+        some = _load(x, batch, rows, ks).astype(tiling.unit)
         dims = (((1,), (contract + 2,)), ((), ()))
         product = sum(
             lax.dot_general(some, term, dims, precision=precision, preferred_element_type=jnp.float32)
