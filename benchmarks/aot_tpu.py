@@ -28,7 +28,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 from measure import Report  # noqa: E402
 
 from lowbit import FORMATS  # noqa: E402
-from lowbit.kernels import tpu  # noqa: E402
+from lowbit.kernels._product import Product  # noqa: E402
+from lowbit.kernels.tpu.blocks import in_specs, out_spec  # noqa: E402
+from lowbit.kernels.tpu.kernel import matmul  # noqa: E402
+from lowbit.kernels.tpu.tiling import tiling_for  # noqa: E402
 
 # The topology that is compiled for, and the published bandwidth of one device in GB/s. (Half a chip of tpu7x.)
 CHIPS = {
@@ -59,7 +62,7 @@ def kernels(shapes: Any, rows: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
         dense = jax.ShapeDtypeStruct((k, n) if contract == -2 else (n, k), dtype)
         w = jax.eval_shape(lambda w, f=format, c=contract: FORMATS[f].quantize(w, axis=c), dense)
         name = f"{format} {'x @ w' if contract == -2 else 'x @ w.T'} {dtype.__name__}"
-        yield (f"{k}x{n}", name, m), (jax.ShapeDtypeStruct((1, m, k), dtype), w, contract, dtype)
+        yield (f"{k}x{n}", name, m), (jax.ShapeDtypeStruct((m, k), dtype), w, contract, dtype)
 
 
 def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Any]:
@@ -72,30 +75,31 @@ def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, A
         file.unlink()
     with jax.set_mesh(mesh):
         here = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), (x, w))
-        plan = tpu.Plan(w, contract, x, dtype, False, device.device_kind)
-        jax.jit(lambda x, w: tpu.matmul(x[0], w, contract=contract, dtype=dtype)).lower(*here).compile()
-    moved = bytes_moved(plan, x, w)
+        tiling = tiling_for(Product(x, w, contract, dtype), device.device_kind)
+        jax.jit(lambda x, w: matmul(Product(x, w, contract, dtype), device.device_kind)).lower(*here).compile()
+    moved = bytes_moved(tiling, x, w)
     least = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *jax.tree.leaves(w)))
-    least += plan.m * plan.n * jnp.dtype(dtype).itemsize
+    _, m, n, _ = tiling.shape
+    least += m * n * jnp.dtype(dtype).itemsize
     return {
-        **compiler_says(plan),
+        **compiler_says(tiling),
         "moved MB": moved / 1e6,
         "of the least": moved / least,
         "roofline us": moved / bandwidth / 1e3,
     }
 
 
-def bytes_moved(plan: Any, x: Any, w: Any) -> int:
+def bytes_moved(tiling: Any, x: Any, w: Any) -> int:
     """Bytes that the steps of the grid copy, by the kernel's own index maps: blocks whose place is a new one."""
-    scales = (1, 1, plan.k if plan.folded == "x" else plan.n) if plan.folded else w.scales.shape
+    batch, m, n, k = tiling.shape
+    scales = (1, 1, k if tiling.folded == "x" else n) if tiling.folded else w.scales.shape
     arrays = [(w.codes.shape, w.codes.dtype), (scales, jnp.float32), (x.shape, x.dtype)]
-    out = tpu.pl.BlockSpec((1, plan.tiles.m, plan.tiles.n), lambda b, m, n, k, layers: (b, m, n))
-    arrays.append(((1, plan.m, plan.n), jnp.dtype(plan.dtype)))
+    arrays.append(((1, m, n), jnp.dtype(tiling.dtype)))
     total = 0
-    for spec, (shape, dtype) in zip([*plan.in_specs(), out], arrays, strict=True):
+    for spec, (shape, dtype) in zip([*in_specs(tiling), out_spec(tiling)], arrays, strict=True):
         shape, last = (1,) * (3 - len(shape)) + tuple(shape), None
-        for step in itertools.product(*map(range, plan.grid)):
-            at = tuple(int(i) for i in spec.index_map(*step, [0] * plan.batch))
+        for step in itertools.product(*map(range, tiling.grid)):
+            at = tuple(int(i) for i in spec.index_map(*step, [0] * batch))
             if at != last:
                 sizes = (max(min(b, s - i * b), 0) for i, b, s in zip(at, spec.block_shape, shape, strict=True))
                 total += math.prod(sizes) * jnp.dtype(dtype).itemsize
@@ -103,7 +107,7 @@ def bytes_moved(plan: Any, x: Any, w: Any) -> int:
     return total
 
 
-def compiler_says(plan: Any) -> dict[str, Any]:
+def compiler_says(tiling: Any) -> dict[str, Any]:
     def one(pattern: str) -> str:
         (file,) = DUMPS.glob(f"*lowbit_matmul*{pattern}")
         return file.read_text()
@@ -119,7 +123,7 @@ def compiler_says(plan: Any) -> dict[str, Any]:
         line for line in one("-final_bundles.txt").splitlines() if re.match(r"\s*(0x)?[0-9a-f]+\s+(\w\w)?\s*:", line)
     ]
     loop = [line for line in bundles if re.match(r"[^{]*>>", line)]
-    weights = plan.tiles.chunk * plan.tiles.n
+    weights = tiling.sizes.chunk * tiling.sizes.n
     return {
         "VMEM MB": memory / 1e6,
         "bundles": len(bundles),

@@ -53,8 +53,8 @@ LOWBIT_INLINE int32_t largest_of_8(__m256i a) {
 #endif
 
 // An intrinsic of two vectors, whose types differ between instruction sets and compilers.
-#define LOWBIT_BYTES_OP(name, vector, intrinsic)                                                        \
-  LOWBIT_INLINE Bytes name(Bytes a, Bytes b) {                                                          \
+#define LOWBIT_BYTES_OP(name, vector, intrinsic)                                                         \
+  LOWBIT_INLINE Bytes name(Bytes a, Bytes b) {                                                           \
     return reinterpret_cast<Bytes>(intrinsic(reinterpret_cast<vector>(a), reinterpret_cast<vector>(b))); \
   }
 
@@ -123,8 +123,8 @@ LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
 // sums[i] += the four products of unsigned bytes w and signed bytes x in dword i
 LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
 #if defined(LOWBIT_EMULATE_AVX512)
-  sums = reinterpret_cast<I>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(w),
-                                                 reinterpret_cast<__m512i>(x)));
+  sums = reinterpret_cast<I>(
+      _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(w), reinterpret_cast<__m512i>(x)));
 #else
   // GCC 12 moves sums to memory and back around the intrinsic.
   I added = sums;  // a copy, or the sums of a tile stay in memory
@@ -197,8 +197,8 @@ LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(added), "=&x"(products) : "x"(w), "x"(x));
   sums = added;
 }
-// sums[i] += the four products of levels and signed bytes x in dword i. Levels are unsigned with their offset if kSmall,
-// else signed; x is never -128.
+// sums[i] += the four products of levels and signed bytes x in dword i. Levels are unsigned with their offset if
+// kSmall, else signed; x is never -128.
 constexpr bool kSignedDots = true;
 template <bool kSmall>
 LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {

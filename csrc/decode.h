@@ -2,11 +2,11 @@
 //
 //   level(byte, i)      the level of the i-th code of a byte, for code that need not be fast
 //   decode(bytes, v)    the levels of kLine consecutive columns, in four vectors of kLanes columns each
-//   times(f)            a decoder of f times the levels, where that pays (kTimes)
-//   order(v)            the columns of one such vector in their order; a decoder may leave its lanes in another
-//   unorder(v)          the reverse
-//   bytes<i>(codes)     for products of int8: level / kUnit + kOffset of the i-th code of each byte, unsigned, the level
-//                       rounded for NF4; kSmall: it is at most 3
+//   times(f)            a decoder of f times the levels, where that is faster (kTimes)
+//   order(v)            one such vector with its lanes in the order of columns; a decoder may have its own order
+//   unorder(v)          the inverse
+//   bytes<i>(codes)     for products of int8: level / kUnit + kOffset of the i-th code of each byte, unsigned; for NF4
+//                       the level is rounded; kSmall: it is at most 3
 //   signed_bytes<i>     the same without the offset, if not kSmall
 #ifndef LOWBIT_DECODE_H_
 #define LOWBIT_DECODE_H_
@@ -74,7 +74,7 @@ struct Int8Vectors : InOrder {
   }
 };
 
-// A look-up in a table of 16 floats looks at the low four bits of each lane only, so nothing need be masked. All
+// A look-up in a table of 16 floats ignores all but the low four bits of each lane, so nothing need be masked. All
 // qwords hold the same 16 codes and each is turned to bring two of them, 8 columns apart, to the bottom of its lanes.
 struct NibbleVectors {
   explicit NibbleVectors(const float* levels = kNf4Levels) : table(_mm512_loadu_ps(levels)) {}

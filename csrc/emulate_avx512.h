@@ -5,8 +5,8 @@
 
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <immintrin.h>
-#include <string.h>
 #include <simde/x86/avx512.h>
+#include <string.h>
 
 namespace lowbit::emulated {
 

@@ -21,7 +21,7 @@ LOWBIT_INLINE F finite_or_nan(I top, F scale) {
 
 constexpr float nf4_midpoint(int i) { return (kNf4Levels[i] + kNf4Levels[i + 1]) / 2; }
 
-// The midpoints in the order in which halving asks for them, after the one in the middle.
+// The midpoints in the order of a binary search, after the one in the middle.
 struct Nf4Search {
   alignas(64) float step[3][16] = {};
   constexpr Nf4Search() {
@@ -39,12 +39,12 @@ struct EncodeNf4 {
   explicit EncodeNf4(I top) {
     const F largest = top_or_zero(top);
     scale = finite_or_nan(top, largest);
-    // The reciprocal of a very large scale would be no normal float. A power of two changes no bit.
+    // The reciprocal of a very large scale would be denormal. Multiplying by a power of two is exact.
     shrink = as_floats(scale > broadcast(1e30f) ? as_ints(broadcast(0x1p-20f)) : as_ints(broadcast(1.0f)));
     inverse = broadcast(1.0f) / as_floats(scale > zero() ? as_ints(scale * shrink) : as_ints(broadcast(1.0f)));
   }
 
-  // How many of the fifteen midpoints lie below, by halving: on a midpoint, the lower level. NaN has code 0.
+  // The number of midpoints below, by binary search; a midpoint itself has the lower level. NaN has code 0.
   LOWBIT_INLINE I codes(F x) const {
     const F relative = x * shrink * inverse;
     I code = -(relative > broadcast(nf4_midpoint(7)));
@@ -60,9 +60,9 @@ struct EncodeInt8 {
   F scale, divisor;
 
   explicit EncodeInt8(I top) {
-    // XLA divides by a constant so.
+    // XLA divides by a constant like this.
     scale = finite_or_nan(top, top_or_zero(top) * broadcast(1.0f / 127.0f));
-    // Also where the scale is 0, which the division must not meet, or NaN, which has no code.
+    // Code 0 also for a scale of 0, which must not divide, or NaN, which has no code.
     divisor = as_floats(scale > zero() ? as_ints(scale) : I{} + 0x7f800000);
     if (kReciprocal) divisor = broadcast(1.0f) / divisor;
   }
@@ -105,7 +105,7 @@ bool encode_block_of_rows(const Encode& p, int64_t layer, int64_t block, int64_t
   const auto copied = [&](int64_t r) {
     float* to = copy + r % kCopyRows * stride;
     const int64_t at = (layer * p.rows + row + r) * p.columns + column, size = p.x_type == Float::f32 ? 4 : 2;
-    // Short runs on many pages: no prefetcher of the machine sees them coming.
+    // Short runs on many pages, which hardware prefetchers do not follow.
     const char* ahead = static_cast<const char*>(p.x) + min(at + kAhead * p.columns, last) * size;
     for (int64_t i = 0; i < width * size; i += 64) __builtin_prefetch(ahead + i);
     to_f32(p.x, p.x_type, at, width, to);
@@ -134,7 +134,7 @@ bool encode_block_of_rows(const Encode& p, int64_t layer, int64_t block, int64_t
   return true;
 }
 
-// Float32 of a whole row: the array itself, or a converted copy; null if there is no memory.
+// A whole row in float32: the array itself, or a converted copy; null if out of memory.
 inline const float* row_of(const Encode& p, int64_t layer, int64_t row) {
   const int64_t at = (layer * p.rows + row) * p.columns;
   if (p.x_type == Float::f32) return static_cast<const float*>(p.x) + at;
@@ -157,13 +157,15 @@ bool encode_row(const Encode& p, int64_t layer, int64_t row) {
     if (whole < end) top = max(top, magnitude(load(x + whole, end - whole)));
     const E encoder(I{} + largest(top));
     store(scales + c / p.col_span, encoder.scale, 1);
-    for (int64_t i = c; i < whole; i += kLanes) pack_codes<E::kPerByte>(encoder.codes(load(x + i)), out + i / E::kPerByte);
-    if (whole < end) pack<E::kPerByte>(encoder.codes(load(x + whole, end - whole)), end - whole, out + whole / E::kPerByte);
+    for (int64_t i = c; i < whole; i += kLanes)
+      pack_codes<E::kPerByte>(encoder.codes(load(x + i)), out + i / E::kPerByte);
+    if (whole < end)
+      pack<E::kPerByte>(encoder.codes(load(x + whole, end - whole)), end - whole, out + whole / E::kPerByte);
   }
   return true;
 }
 
-// Any spans, one element after another.
+// Any spans, one element at a time.
 template <typename E>
 bool encode_plain(const Encode& p, int64_t layer, int64_t block) {
   const int64_t row = block * p.row_span, rows = min(p.row_span, p.rows - row);

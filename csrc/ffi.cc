@@ -1,5 +1,7 @@
 // The targets that JAX calls: every operand is checked here, and the kernels of this machine are chosen.
 
+#include "xla/ffi/api/ffi.h"
+
 #include <immintrin.h>
 
 #include <algorithm>
@@ -12,7 +14,6 @@
 #include <thread>
 
 #include "kernels.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -45,7 +46,7 @@ void* scratch(Scratch slot, size_t bytes) {
 
 namespace {
 
-// Shared by the caller and its helpers; a helper that starts late finds no task left and only lets go of it.
+// Shared by the caller and its helpers; a helper that starts late finds no task left and releases it.
 struct Work {
   int64_t n;
   Parallel::Task task;
@@ -70,7 +71,7 @@ void run_on_pool(void* pool, int64_t threads, int64_t n, Parallel::Task task, co
     static_cast<ffi::ThreadPool*>(pool)->Schedule([work] { work->run(); });
   }
   work->run();
-  // What is left was begun by others and is nearly done.
+  // Other threads are finishing the last tasks.
   for (int spins = 0; work->done.load(std::memory_order_acquire) < n; ++spins) {
     if (spins < 20000) {
       _mm_pause();
@@ -189,50 +190,62 @@ ffi::Error set_layout(std::string_view format, int64_t layers, int64_t rows, int
   return ffi::Error::Success();
 }
 
-ffi::Error set_weights(ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset,
-                       ffi::AnyBuffer scale_map, std::string_view format, int64_t columns, int64_t row_span,
-                       int64_t col_span, Weights& w) {
-  const auto stored = matrices_of(codes), scaled = matrices_of(scales);
-  if (!stored) return invalid("codes " + text_of(codes) + " must have at least two axes.");
-  if (!scaled) return invalid("scales " + text_of(scales) + " must have at least two axes.");
-  const int64_t layers = stored->count, rows = stored->rows;
-  if (auto error = set_layout(format, layers, rows, columns, row_span, col_span, w); error.failure()) return error;
-  auto code_type = w.format == Format::int8 ? ffi::DataType::S8 : ffi::DataType::U8;
-  if (codes.element_type() != code_type || stored->columns != w.row_bytes) {
-    return invalid("codes " + text_of(codes) + " must be " + (w.format == Format::int8 ? "s8" : "u8") + " with " +
-                   std::to_string(w.row_bytes) + " bytes for " + std::to_string(columns) + " columns.");
-  }
-  w.scale_layers = scaled->count;
-  if ((w.scale_layers != layers && w.scale_layers != 1) || scaled->rows != w.scale_rows ||
-      scaled->columns != w.scale_cols) {
-    return invalid("scales " + text_of(scales) + " do not fit codes " + text_of(codes) + " with row_span " +
-                   std::to_string(row_span) + " and col_span " + std::to_string(col_span) + ".");
-  }
-  w.codes = static_cast<const uint8_t*>(codes.untyped_data());
+// The operands and attributes of a stored stack of matrices, as JAX passes them.
+struct Stored {
+  ffi::AnyBuffer codes, scales, group_absmax, offset, scale_map;
+  std::string_view format;
+  int64_t columns, row_span, col_span;
+};
+
+// The scales themselves, or their codes and what decodes them.
+ffi::Error set_scales(const Stored& s, Weights& w) {
   w.scales = nullptr;
   w.scale_codes = nullptr;
   w.group_absmax = w.offset = w.scale_map = nullptr;
   w.groups = 0;
-  if (scales.element_type() == ffi::DataType::F32) {
-    if (group_absmax.element_count() != 0 || offset.element_count() != 0) {
+  if (s.scales.element_type() == ffi::DataType::F32) {
+    if (s.group_absmax.element_count() != 0 || s.offset.element_count() != 0) {
       return invalid("group_absmax and offset belong to scales in u8.");
     }
-    w.scales = static_cast<const float*>(scales.untyped_data());
+    w.scales = static_cast<const float*>(s.scales.untyped_data());
     return ffi::Error::Success();
   }
-  if (scales.element_type() != ffi::DataType::U8) return invalid("scales must be f32 or u8.");
+  if (s.scales.element_type() != ffi::DataType::U8) return invalid("scales must be f32 or u8.");
   w.groups = ceil_div(w.scale_rows * w.scale_cols, kScaleGroup);
-  if (group_absmax.element_type() != ffi::DataType::F32 || !has_shape(group_absmax, {w.scale_layers, w.groups}) ||
-      offset.element_type() != ffi::DataType::F32 || !has_shape(offset, {w.scale_layers, 1}) ||
-      scale_map.element_type() != ffi::DataType::F32 || !has_shape(scale_map, {256})) {
-    return invalid("group_absmax " + text_of(group_absmax) + ", offset " + text_of(offset) + " and scale_map " +
-                   text_of(scale_map) + " do not fit scales " + text_of(scales) + " in u8.");
+  if (s.group_absmax.element_type() != ffi::DataType::F32 || !has_shape(s.group_absmax, {w.scale_layers, w.groups}) ||
+      s.offset.element_type() != ffi::DataType::F32 || !has_shape(s.offset, {w.scale_layers, 1}) ||
+      s.scale_map.element_type() != ffi::DataType::F32 || !has_shape(s.scale_map, {256})) {
+    return invalid("group_absmax " + text_of(s.group_absmax) + ", offset " + text_of(s.offset) + " and scale_map " +
+                   text_of(s.scale_map) + " do not fit scales " + text_of(s.scales) + " in u8.");
   }
-  w.scale_codes = static_cast<const uint8_t*>(scales.untyped_data());
-  w.group_absmax = static_cast<const float*>(group_absmax.untyped_data());
-  w.offset = static_cast<const float*>(offset.untyped_data());
-  w.scale_map = static_cast<const float*>(scale_map.untyped_data());
+  w.scale_codes = static_cast<const uint8_t*>(s.scales.untyped_data());
+  w.group_absmax = static_cast<const float*>(s.group_absmax.untyped_data());
+  w.offset = static_cast<const float*>(s.offset.untyped_data());
+  w.scale_map = static_cast<const float*>(s.scale_map.untyped_data());
   return ffi::Error::Success();
+}
+
+ffi::Error set_weights(const Stored& s, Weights& w) {
+  const auto stored = matrices_of(s.codes), scaled = matrices_of(s.scales);
+  if (!stored) return invalid("codes " + text_of(s.codes) + " must have at least two axes.");
+  if (!scaled) return invalid("scales " + text_of(s.scales) + " must have at least two axes.");
+  const int64_t layers = stored->count, rows = stored->rows;
+  if (auto error = set_layout(s.format, layers, rows, s.columns, s.row_span, s.col_span, w); error.failure()) {
+    return error;
+  }
+  auto code_type = w.format == Format::int8 ? ffi::DataType::S8 : ffi::DataType::U8;
+  if (s.codes.element_type() != code_type || stored->columns != w.row_bytes) {
+    return invalid("codes " + text_of(s.codes) + " must be " + (w.format == Format::int8 ? "s8" : "u8") + " with " +
+                   std::to_string(w.row_bytes) + " bytes for " + std::to_string(s.columns) + " columns.");
+  }
+  w.scale_layers = scaled->count;
+  if ((w.scale_layers != layers && w.scale_layers != 1) || scaled->rows != w.scale_rows ||
+      scaled->columns != w.scale_cols) {
+    return invalid("scales " + text_of(s.scales) + " do not fit codes " + text_of(s.codes) + " with row_span " +
+                   std::to_string(s.row_span) + " and col_span " + std::to_string(s.col_span) + ".");
+  }
+  w.codes = static_cast<const uint8_t*>(s.codes.untyped_data());
+  return set_scales(s, w);
 }
 
 ffi::Error finished(bool done) {
@@ -241,34 +254,61 @@ ffi::Error finished(bool done) {
 
 // ---- Handlers
 
-ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
-                  ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset, ffi::AnyBuffer scale_map, ffi::AnyBuffer index,
-                  ffi::Result<ffi::AnyBuffer> y, std::string_view format, int64_t columns, int64_t row_span,
-                  int64_t col_span, int64_t contract, bool fast) {
-  if (choice().kernels == nullptr) return invalid(choice().error);
-  Matmul p;
-  if (auto error =
-          set_weights(codes, scales, group_absmax, offset, scale_map, format, columns, row_span, col_span, p.w);
-      error.failure()) {
-    return error;
+// What products, look-ups and sums of squares have in common: a handler `run(pool, x, stored, w, ...)` is called with
+// the checked weights.
+template <auto run>
+struct OnStored {
+  template <typename... Rest>
+  ffi::Error operator()(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
+                        ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset, ffi::AnyBuffer scale_map,
+                        std::string_view format, int64_t columns, int64_t row_span, int64_t col_span,
+                        Rest... rest) const {
+    if (choice().kernels == nullptr) return invalid(choice().error);
+    const Stored stored{codes, scales, group_absmax, offset, scale_map, format, columns, row_span, col_span};
+    Weights w;
+    if (auto error = set_weights(stored, w); error.failure()) return error;
+    return run(pool, x, stored, w, rest...);
   }
+};
+
+// The operands and attributes that OnStored takes.
+auto bind_stored() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()  // x
+      .Arg<ffi::AnyBuffer>()  // codes
+      .Arg<ffi::AnyBuffer>()  // scales
+      .Arg<ffi::AnyBuffer>()  // group_absmax
+      .Arg<ffi::AnyBuffer>()  // offset
+      .Arg<ffi::AnyBuffer>()  // scale_map
+      .Attr<std::string_view>("format")
+      .Attr<int64_t>("columns")
+      .Attr<int64_t>("row_span")
+      .Attr<int64_t>("col_span");
+}
+
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, const Stored& stored, const Weights& w, ffi::AnyBuffer index,
+                  ffi::Result<ffi::AnyBuffer> y, int64_t contract, bool fast) {
   if (contract != 0 && contract != 1) return invalid("contract=" + std::to_string(contract) + " must be 0 or 1.");
   auto x_type = float_of(x.element_type()), y_type = float_of(y->element_type());
   if (!x_type || !y_type) return invalid("x and y must be f32, bf16 or f16.");
+  Matmul p;
+  p.w = w;
   p.contract_last = contract == 1;
-  p.k = p.contract_last ? p.w.columns : p.w.rows;
-  p.n = p.contract_last ? p.w.rows : p.w.columns;
+  p.k = p.contract_last ? w.columns : w.rows;
+  p.n = p.contract_last ? w.rows : w.columns;
   auto dims = x.dimensions();
   if (dims.size() != 3 || dims[2] != p.k || !has_shape(*y, {dims[0], dims[1], p.n})) {
-    return invalid("x " + text_of(x) + " and y " + text_of(*y) + " do not fit codes " + text_of(codes) + " with " +
-                   std::to_string(columns) + " columns contracted along axis " + std::to_string(contract) + ".");
+    return invalid("x " + text_of(x) + " and y " + text_of(*y) + " do not fit codes " + text_of(stored.codes) +
+                   " with " + std::to_string(w.columns) + " columns contracted along axis " + std::to_string(contract) +
+                   ".");
   }
   p.batch = dims[0];
   p.m = dims[1];
   if (index.element_type() != ffi::DataType::S32 || !has_shape(index, {p.batch})) {
     return invalid("index " + text_of(index) + " must be s32, one for each of " + std::to_string(p.batch) + ".");
   }
-  if (p.batch > 0 && p.w.layers == 0) return invalid("codes " + text_of(codes) + " hold no layer.");
+  if (p.batch > 0 && w.layers == 0) return invalid("codes " + text_of(stored.codes) + " hold no layer.");
   p.x = x.untyped_data();
   p.x_type = *x_type;
   p.index = static_cast<const int32_t*>(index.untyped_data());
@@ -277,64 +317,45 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, 
   if (p.batch * p.m * p.n == 0) return ffi::Error::Success();
   const Kernels& kernels = *choice().kernels;
   Parallel parallel = parallel_on(pool);
-  if (fast && kernels.matmul_fast != nullptr && kernels.matmul_fast(p, parallel)) return ffi::Error::Success();
+  if (fast && kernels.matmul_fast(p, parallel)) return ffi::Error::Success();
   return finished(kernels.matmul(p, parallel));
 }
 
-ffi::Error take(ffi::ThreadPool pool, ffi::AnyBuffer ids, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
-                ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset, ffi::AnyBuffer scale_map, ffi::AnyBuffer layer,
-                ffi::Result<ffi::AnyBuffer> y, std::string_view format, int64_t columns, int64_t row_span,
-                int64_t col_span) {
-  if (choice().kernels == nullptr) return invalid(choice().error);
-  if (choice().kernels->take == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "lowbit_take");
-  Take p;
-  if (auto error =
-          set_weights(codes, scales, group_absmax, offset, scale_map, format, columns, row_span, col_span, p.w);
-      error.failure()) {
-    return error;
-  }
+ffi::Error take(ffi::ThreadPool pool, ffi::AnyBuffer ids, const Stored& stored, const Weights& w,
+                ffi::Result<ffi::AnyBuffer> y) {
   auto y_type = float_of(y->element_type());
   if (!y_type) return invalid("y must be f32, bf16 or f16.");
   if (ids.element_type() != ffi::DataType::S32 || ids.dimensions().size() != 1 ||
-      !has_shape(*y, {ids.dimensions()[0], columns})) {
+      !has_shape(*y, {ids.dimensions()[0], w.columns})) {
     return invalid("ids " + text_of(ids) + " must be s32 and y " + text_of(*y) + " one row of " +
-                   std::to_string(columns) + " for each.");
+                   std::to_string(w.columns) + " for each.");
   }
-  if (layer.element_type() != ffi::DataType::S32 || !has_shape(layer, {1})) {
-    return invalid("layer " + text_of(layer) + " must be one s32.");
-  }
+  if (w.layers != 1) return invalid("codes " + text_of(stored.codes) + " must be one matrix.");
+  Take p;
+  p.w = w;
   p.count = ids.dimensions()[0];
-  if (p.count * columns == 0) return ffi::Error::Success();
-  if (p.w.layers == 0 || p.w.rows == 0) return invalid("codes " + text_of(codes) + " hold no row.");
-  p.layer = std::clamp<int64_t>(*static_cast<const int32_t*>(layer.untyped_data()), 0, p.w.layers - 1);
+  if (p.count * w.columns == 0) return ffi::Error::Success();
+  if (w.rows == 0) return invalid("codes " + text_of(stored.codes) + " hold no row.");
   p.ids = static_cast<const int32_t*>(ids.untyped_data());
   p.y = y->untyped_data();
   p.y_type = *y_type;
   return finished(choice().kernels->take(p, parallel_on(pool)));
 }
 
-ffi::Error squares(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
-                   ffi::AnyBuffer group_absmax, ffi::AnyBuffer offset, ffi::AnyBuffer scale_map,
-                   ffi::Result<ffi::AnyBuffer> lost, ffi::Result<ffi::AnyBuffer> size, std::string_view format,
-                   int64_t columns, int64_t row_span, int64_t col_span) {
-  if (choice().kernels == nullptr) return invalid(choice().error);
-  if (choice().kernels->squares == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "lowbit_squares");
-  Squares p;
-  if (auto error =
-          set_weights(codes, scales, group_absmax, offset, scale_map, format, columns, row_span, col_span, p.w);
-      error.failure()) {
-    return error;
-  }
+ffi::Error squares(ffi::ThreadPool pool, ffi::AnyBuffer x, const Stored& stored, const Weights& w,
+                   ffi::Result<ffi::AnyBuffer> lost, ffi::Result<ffi::AnyBuffer> size) {
   auto x_type = float_of(x.element_type());
   if (!x_type) return invalid("x must be f32, bf16 or f16.");
-  if (!has_shape(x, {p.w.layers, p.w.rows, columns})) {
-    return invalid("x " + text_of(x) + " does not fit codes " + text_of(codes) + ".");
+  if (!has_shape(x, {w.layers, w.rows, w.columns})) {
+    return invalid("x " + text_of(x) + " does not fit codes " + text_of(stored.codes) + ".");
   }
   for (const auto& sums : {*lost, *size}) {
-    if (sums.element_type() != ffi::DataType::F32 || !has_shape(sums, {p.w.layers, p.w.rows})) {
+    if (sums.element_type() != ffi::DataType::F32 || !has_shape(sums, {w.layers, w.rows})) {
       return invalid("sums " + text_of(sums) + " must be f32, one for each row of x " + text_of(x) + ".");
     }
   }
+  Squares p;
+  p.w = w;
   p.x = x.untyped_data();
   p.x_type = *x_type;
   p.lost = static_cast<float*>(lost->untyped_data());
@@ -345,7 +366,6 @@ ffi::Error squares(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
 ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> codes,
                   ffi::Result<ffi::AnyBuffer> scales, std::string_view format, int64_t row_span, int64_t col_span) {
   if (choice().kernels == nullptr) return invalid(choice().error);
-  if (choice().kernels->encode == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "lowbit_encode");
   if (x.dimensions().size() != 3) return invalid("x " + text_of(x) + " must have three axes.");
   Encode p;
   if (auto error = set_layout(format, x.dimensions()[0], x.dimensions()[1], x.dimensions()[2], row_span, col_span, p);
@@ -378,55 +398,20 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBu
 
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_matmul, lowbit::matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // codes
-                                  .Arg<ffi::AnyBuffer>()  // scales
-                                  .Arg<ffi::AnyBuffer>()  // group_absmax
-                                  .Arg<ffi::AnyBuffer>()  // offset
-                                  .Arg<ffi::AnyBuffer>()  // scale_map
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_matmul, lowbit::OnStored<lowbit::matmul>(),
+                              lowbit::bind_stored()
                                   .Arg<ffi::AnyBuffer>()  // index
                                   .Ret<ffi::AnyBuffer>()  // y
-                                  .Attr<std::string_view>("format")
-                                  .Attr<int64_t>("columns")
-                                  .Attr<int64_t>("row_span")
-                                  .Attr<int64_t>("col_span")
                                   .Attr<int64_t>("contract")
                                   .Attr<bool>("fast"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_take, lowbit::take,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // ids
-                                  .Arg<ffi::AnyBuffer>()  // codes
-                                  .Arg<ffi::AnyBuffer>()  // scales
-                                  .Arg<ffi::AnyBuffer>()  // group_absmax
-                                  .Arg<ffi::AnyBuffer>()  // offset
-                                  .Arg<ffi::AnyBuffer>()  // scale_map
-                                  .Arg<ffi::AnyBuffer>()  // layer
-                                  .Ret<ffi::AnyBuffer>()  // y
-                                  .Attr<std::string_view>("format")
-                                  .Attr<int64_t>("columns")
-                                  .Attr<int64_t>("row_span")
-                                  .Attr<int64_t>("col_span"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_take, lowbit::OnStored<lowbit::take>(),
+                              lowbit::bind_stored().Ret<ffi::AnyBuffer>());  // y
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_squares, lowbit::squares,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // codes
-                                  .Arg<ffi::AnyBuffer>()  // scales
-                                  .Arg<ffi::AnyBuffer>()  // group_absmax
-                                  .Arg<ffi::AnyBuffer>()  // offset
-                                  .Arg<ffi::AnyBuffer>()  // scale_map
-                                  .Ret<ffi::AnyBuffer>()  // lost
-                                  .Ret<ffi::AnyBuffer>()  // size
-                                  .Attr<std::string_view>("format")
-                                  .Attr<int64_t>("columns")
-                                  .Attr<int64_t>("row_span")
-                                  .Attr<int64_t>("col_span"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_squares, lowbit::OnStored<lowbit::squares>(),
+                              lowbit::bind_stored()
+                                  .Ret<ffi::AnyBuffer>()    // lost
+                                  .Ret<ffi::AnyBuffer>());  // size
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_encode, lowbit::encode,
                               ffi::Ffi::Bind()
@@ -440,7 +425,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_encode, lowbit::encode,
 
 #pragma GCC visibility pop
 
-// The targets above, so that their names stand in one place.
+// The names of the targets above, which Python registers.
 LOWBIT_EXPORT const char* lowbit_targets() { return "lowbit_matmul,lowbit_take,lowbit_squares,lowbit_encode"; }
 
 // The instruction set in use, or an empty text if the forced one cannot run here.

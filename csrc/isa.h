@@ -1,6 +1,7 @@
 // The drivers compiled for one instruction set, which the including file names in LOWBIT_ISA.
 
 #include "encode.h"
+#include "matmul_exact.h"
 #include "matmul_fast.h"
 #include "take.h"
 

@@ -53,10 +53,9 @@ struct Matmul {
   Float y_type;
 };
 
-// y[t, c] = w[layer, ids[t], c]
+// y[t, c] = w[0, ids[t], c]
 struct Take {
-  Weights w;
-  int64_t layer;
+  Weights w;  // of one layer
   int64_t count;
   const int32_t* ids;  // [count], clamped to the rows
   void* y;             // [count, w.columns]

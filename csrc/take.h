@@ -1,5 +1,5 @@
-// Rows of the stored matrix, decoded: by their numbers, y[t, c] = level[code(ids[t], c)] * scale, rounded once; and to see
-// how far each is from the row that it was made of.
+// Rows of a stored matrix, decoded: look-ups by row number, y[t, c] = level[code(ids[t], c)] * scale, rounded once; and
+// the squared error of each row against the dense one.
 #ifndef LOWBIT_TAKE_H_
 #define LOWBIT_TAKE_H_
 
@@ -15,8 +15,8 @@ inline void repeat(const float* in, int64_t span, int64_t count, float* out) {
   }
 }
 
-// The values of a row, to `use` in order: those of the columns from `at`, as many as there are lanes, and zeros behind the
-// last one. `factors` has place for a scale of each column, and behind it for the stored ones of the row.
+// Call use(column, values, count) for a row, kLanes columns at a time; the values beyond `count` are zero. `factors`
+// has room for a scale of each column, and after them for the stored scales of the row.
 template <typename D, typename Use>
 LOWBIT_INLINE void decode_row(const D& decoder, const Matrix& w, int64_t row, float* factors, const Use& use) {
   const int64_t columns = w.w.columns, span = w.w.col_span;
@@ -53,7 +53,7 @@ LOWBIT_INLINE void decode_row(const D& decoder, const Matrix& w, int64_t row, fl
 }
 
 inline bool take(const Take& p, const Parallel& parallel) {
-  const Matrix w(p.w, p.layer);
+  const Matrix w(p.w, 0);
   const int64_t columns = p.w.columns, group = max(1, 32768 / columns);
   bool enough_memory = true;
   parallel.each(ceil_div(p.count, group), [&](int64_t task) {

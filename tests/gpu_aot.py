@@ -29,6 +29,9 @@ from jax.experimental import topologies  # noqa: E402
 
 import lowbit  # noqa: E402
 from lowbit.kernels import gpu  # noqa: E402
+from lowbit.kernels._product import Product  # noqa: E402
+from lowbit.kernels.gpu import kernel, tiling  # noqa: E402
+from lowbit.runtime._compat import lowering_for  # noqa: E402
 
 CALL = "__gpu$xla.gpu.triton"
 # Published numbers: multiprocessors, clock, shared memory of one and of a block of threads, L2, bandwidth.
@@ -69,7 +72,8 @@ def compiled(chip, format, contract, m, k, n, dtype, **options):
 
     def lowbit_aot(x, w):
         if options:
-            return gpu.product(x, w, contract=contract, dtype=dtype, **options)
+            with lowering_for(gpu.ANY_GPU):
+                return kernel.matmul(Product(x, w, contract, dtype), **options)
         return x @ (w if contract == -2 else w.T)
 
     shutil.rmtree(DUMP, ignore_errors=True)
@@ -116,7 +120,7 @@ def test_products(chip: str) -> int:
 def test_what_the_compiler_refuses(chip: str) -> None:
     """A tile that no multiprocessor has room for."""
     try:
-        compiled(chip, "int8", -2, 256, 4096, 4096, jnp.bfloat16, tile=gpu.Tile(256, 128, 256, warps=8, stages=4))
+        compiled(chip, "int8", -2, 256, 4096, 4096, jnp.bfloat16, tile=tiling.Tile(256, 128, 256, warps=8, stages=4))
     except Exception as error:
         assert "hared memory" in str(error), error
         return

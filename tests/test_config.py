@@ -198,12 +198,12 @@ def asked(monkeypatch) -> list[str]:
     """A kernel that notes the arithmetic it is asked for."""
     calls = []
 
-    def kernel(x, w, *, arithmetic, **params):
-        calls.append(arithmetic)
-        return reference.matmul(x, w, **params)
+    def kernel(product):
+        calls.append(product.arithmetic)
+        return reference.matmul(product)
 
     monkeypatch.setattr(_table, "_kernels", {})
-    _table.register_kernel("matmul", jax.default_backend(), kernel, lambda *operands, **params: True)
+    _table.register_kernel("matmul", jax.default_backend(), kernel, lambda product: True)
     return calls
 
 
@@ -241,8 +241,9 @@ def test_gradients_are_exact(asked) -> None:
     q = quantize(W, QuantizationConfig("int8", compute="fast"))
 
     def products(fn) -> list[tuple[int, str]]:
-        found = [eqn.params for eqn in equations(jax.make_jaxpr(fn)(X)) if eqn.primitive.name == "lowbit_matmul"]
-        return sorted((params["contract"], params["arithmetic"]) for params in found)
+        found = [eqn for eqn in equations(jax.make_jaxpr(fn)(X)) if eqn.primitive.name == "lowbit_matmul"]
+        described = [jax.tree.unflatten(eqn.params["tree"], eqn.invars) for eqn in found]
+        return sorted((product.contract, product.arithmetic) for product in described)
 
     def loss(x):
         return jnp.sin(x @ q).sum()

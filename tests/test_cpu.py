@@ -16,6 +16,7 @@ from helpers import Layout, assert_close
 import lowbit
 from lowbit import implicit
 from lowbit.kernels import _table, cpu, reference
+from lowbit.kernels._product import Product
 
 native = pytest.mark.skipif(
     cpu.instruction_set() is None, reason="installed without a C++ compiler, or LOWBIT_NATIVE=0"
@@ -34,7 +35,7 @@ def test_the_library_is_there_where_it_can_be_built() -> None:
         assert cpu.instruction_set() is not None
 
 
-def test_a_missing_library_is_said_once_and_does_no_harm(tmp_path, monkeypatch) -> None:
+def test_a_missing_library_warns_and_runs_the_reference(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("LOWBIT_NATIVE", raising=False)
     with pytest.warns(RuntimeWarning, match=r"without its native CPU kernels.*C\+\+ compiler.*LOWBIT_NATIVE=0"):
         assert cpu._load([str(tmp_path)]) is None
@@ -161,7 +162,7 @@ def test_narrow_activations_and_results(dtype) -> None:
         q = lowbit.quantize(w, lowbit.QuantizationConfig(format, axis=-2))
         assert q.dtype == dtype
         y = x @ q
-        exact = reference.matmul(x, q, contract=-2, dtype=jnp.float32, precision=None, out_sharding=None)
+        exact = reference.matmul(Product(x, q, -2, jnp.float32))
         assert y.dtype == dtype
         assert_close(y, exact.astype(dtype), 2 * float(jnp.finfo(dtype).eps))
     assert {"matmul", "take", "encode"} <= set(_table._kernels)

@@ -15,12 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit
 from lowbit import formats
+from lowbit.formats._blocks import span_of
 from lowbit.kernels import _table, gpu, reference
+from lowbit.kernels._product import Product
+from lowbit.kernels.gpu import kernel, tiling
 
 CALL = "__gpu$xla.gpu.triton"
 FLOATS = (jnp.bfloat16, jnp.float32, jnp.float16)
-product = jax.jit(partial(gpu.product, interpret=True), static_argnames=("contract", "dtype", "tile"))
-right = jax.jit(partial(reference.matmul, dtype=jnp.float32), static_argnames="contract")
+product = jax.jit(partial(kernel.matmul, interpret=True), static_argnames="tile")
+right = jax.jit(reference.matmul)
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -37,8 +40,8 @@ def assert_rounded(got, want, dtype):
 
 
 def check(x, w, contract, dtype, **options):
-    want = right(x, w, contract=contract)
-    assert_rounded(product(x, w, contract=contract, dtype=dtype, **options), want, dtype)
+    want = right(Product(x, w, contract, jnp.float32))
+    assert_rounded(product(Product(x, w, contract, dtype), **options), want, dtype)
 
 
 def test_every_layout_at_odd_sizes(any_layout) -> None:
@@ -60,7 +63,7 @@ def test_every_dtype(axis) -> None:
 
 def test_a_weight_is_not_rounded_to_bfloat16() -> None:
     w = lowbit.ArrayNF4.quantize(jnp.full((64, 32), 0.7).at[0].set(1.0), axis=-2)  # of a level with all its bits
-    y = product(jnp.ones((1, 64), jnp.bfloat16), w, contract=-2, dtype=jnp.float32)
+    y = product(Product(jnp.ones((1, 64), jnp.bfloat16), w, -2, jnp.float32))
     want = np.asarray(w.materialize(), np.float64).sum(0)
     assert np.max(np.abs(y - want)) < 1e-6 * want[0]
 
@@ -90,7 +93,7 @@ def test_stacks_and_chosen_layers() -> None:
 @pytest.mark.parametrize("contract", [-2, -1])
 def test_tiles_of_rows_and_shares_of_k(contract) -> None:
     w = Layout("nf4", contract, 32).quantize(normal(0, 200, 200))
-    check(normal(1, 40, 200), w, contract, jnp.float32, tile=gpu.Tile(16, 64, 32, splits=3))
+    check(normal(1, 40, 200), w, contract, jnp.float32, tile=tiling.Tile(16, 64, 32, splits=3))
 
 
 def test_sizes_of_tiles() -> None:
@@ -98,21 +101,19 @@ def test_sizes_of_tiles() -> None:
         for m in (1, 16, 17, 256, 300):
             for contract in (-2, -1):
                 w = jax.eval_shape(layout.quantize, jax.ShapeDtypeStruct((4096, 11008), jnp.float32))
-                tile = gpu.tile_for(m, w, contract, jnp.dtype(jnp.bfloat16), 2)
+                tile = tiling.tile_for(m, w, contract, jnp.dtype(jnp.bfloat16), 2)
                 assert tile.rows >= min(m, 256), "a weight is read once"
-                span = gpu.span_of(w.spans, contract)
+                span = span_of(w.spans, contract)
                 assert span % 32 or span % tile.depth == 0, "one scale for a step"
                 # Every number of a tile is a power of two, and none is too small for the tensor cores.
                 assert all(size >= 16 and size & size - 1 == 0 for size in (tile.rows, tile.columns, tile.depth))
 
 
-def test_a_table_of_exceptions(monkeypatch) -> None:
-    w = Layout("nf4", -2, 32).quantize(normal(0, 128, 64))
-    known = gpu.Tile(16, 32, 64)  # deeper than a block: scales are applied before the product then
-    monkeypatch.setitem(gpu.TILES, (3, 64, 128, 2, -2), known)
-    plan = gpu._plan(w, 3, -2, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16), None)
-    assert plan.tile == known and not plan.after
-    check(normal(1, 3, 128, dtype=jnp.bfloat16), w, -2, jnp.bfloat16)
+def test_a_step_deeper_than_a_block() -> None:
+    x, w = normal(1, 3, 128, dtype=jnp.bfloat16), Layout("nf4", -2, 32).quantize(normal(0, 128, 64))
+    deep = tiling.Tile(16, 32, 64)
+    assert not tiling.tiling_for(Product(x, w, -2, jnp.bfloat16), deep).after  # scales multiply the weights then
+    check(x, w, -2, jnp.bfloat16, tile=deep)
 
 
 # --- formats from outside
@@ -130,7 +131,7 @@ def test_a_format_from_outside() -> None:
     codes = jax.random.randint(jax.random.key(0), (64, 20), 0, 256).astype(jnp.uint8)
     w = Array4B.build(shape=(64, 40), dtype=jnp.float32, spans=(32, 1), codes=codes, scales=normal(1, 2, 40))
     check(normal(2, 3, 64, dtype=jnp.bfloat16), w, -2, jnp.bfloat16)
-    assert gpu.matmul_fits(normal(2, 3, 64), w, contract=-2, dtype=jnp.float32)
+    assert gpu.matmul_fits(Product(normal(2, 3, 64), w, -2, jnp.float32))
 
 
 def test_what_does_not_fit(monkeypatch) -> None:
@@ -138,13 +139,13 @@ def test_what_does_not_fit(monkeypatch) -> None:
     import new_format
 
     x, six = normal(0, 3, 64), new_format.Array6B.quantize(normal(1, 64, 32))
-    assert not gpu.matmul_fits(x, six, contract=-2, dtype=jnp.float32)  # two parts of codes
+    assert not gpu.matmul_fits(Product(x, six, -2, jnp.float32))  # two components of codes
     assert CALL not in program_for_cuda(lambda x, w: x @ w, x, six)
     shared = lowbit.Array8B.quantize(normal(1, 2, 64, 32), axis=(0, 1))
-    assert not gpu.matmul_fits(normal(0, 2, 3, 64), shared, contract=-2, dtype=jnp.float32)
+    assert not gpu.matmul_fits(Product(normal(0, 2, 3, 64), shared, -2, jnp.float32))
     w = lowbit.Array8B.quantize(normal(1, 64, 32))
-    assert not gpu.matmul_fits(x.astype(jnp.int32), w, contract=-2, dtype=jnp.int32)
-    assert not gpu.matmul_fits(x[:0], w, contract=-2, dtype=jnp.float32)
+    assert not gpu.matmul_fits(Product(x.astype(jnp.int32), w, -2, jnp.int32))
+    assert not gpu.matmul_fits(Product(x[:0], w, -2, jnp.float32))
     sys.modules.pop("new_format")
 
 
@@ -200,18 +201,15 @@ def test_float32_is_multiplied_in_three_products() -> None:
     x, w = normal(0, 4, 64), Layout("int8", -2, None).quantize(normal(1, 64, 32))
 
     def text(x):
-        return str(jax.make_jaxpr(lambda x, w: gpu.product(x, w, contract=-2, dtype=x.dtype))(x, w))
+        return str(jax.make_jaxpr(kernel.matmul)(Product(x, w, -2, x.dtype)))
 
     assert "TF32_TF32_F32_X3" in text(x) and "TF32" not in text(x.astype(jnp.bfloat16))
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    def matmul(x, w, *, contract, dtype, **params):
-        return product(x, w.plain(), contract=contract, dtype=dtype)
-
     monkeypatch.setattr(_table, "_kernels", {})
-    _table.register_kernel("matmul", "cpu", matmul, gpu.matmul_fits)
+    _table.register_kernel("matmul", "cpu", product, gpu.matmul_fits)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -220,9 +218,9 @@ def interpreted(monkeypatch):
 def test_on_eight_devices(interpreted) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x, q = normal(0, 8, 512), Layout("nf4", -2, 64).quantize(normal(1, 512, 128))
-    want = reference.matmul(x, q, contract=-2, dtype=jnp.float32)
-    cut = {"mesh": mesh, "in_specs": (P(None, "x"), q.part_specs(P("x"))), "out_specs": P(), "check_vma": False}
-    summed = jax.shard_map(lambda x, q: jax.lax.psum(x @ q, "x"), **cut)
+    want = reference.matmul(Product(x, q, -2, jnp.float32))
+    options = {"mesh": mesh, "in_specs": (P(None, "x"), q.part_specs(P("x"))), "out_specs": P(), "check_vma": False}
+    summed = jax.shard_map(lambda x, q: jax.lax.psum(x @ q, "x"), **options)
     assert_rounded(jax.jit(summed)(x, q), want, jnp.float32)
     columns = jax.device_put(q, jax.tree.map(partial(NamedSharding, mesh), q.part_specs(P(None, "x"))))
     y = jax.jit(lambda x, q: x @ q)(x, columns)

@@ -1,5 +1,8 @@
 """The table of kernels, and the product primitive around a kernel that partitions itself."""
 
+import subprocess
+import sys
+import textwrap
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,18 +16,18 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit
 from lowbit.kernels import _table, reference
+from lowbit.kernels._product import Product
 
 
-def partitioned_matmul(x, w, *, contract, dtype, precision, out_sharding, arithmetic):
-    """A kernel as a native one will be: opaque to the compiler, so that it must say how it is cut."""
-    parts, tree = jax.tree.flatten(w)
+def partitioned_matmul(product):
+    """A kernel that is opaque to the compiler, so that it must say how it is partitioned."""
+    leaves, tree = jax.tree.flatten(product)
 
-    def on_one_device(x, *parts):
-        w = jax.tree.unflatten(tree, parts)
-        return reference.matmul(x, w, contract=contract, dtype=dtype, precision=precision, out_sharding=None)
+    def on_one_device(*leaves):
+        return reference.matmul(jax.tree.unflatten(tree, leaves))
 
     call = custom_partitioning(on_one_device)
-    scales = "b n" if w.scales.shape[0] > 1 else "one n"
+    scales = "b n" if product.w.scales.shape[0] > 1 else "one n"
     call.def_partition(
         partition=lambda mesh, operands, result: (
             mesh,
@@ -37,16 +40,17 @@ def partitioned_matmul(x, w, *, contract, dtype, precision, out_sharding, arithm
         ),
         sharding_rule=f"m k, k n, {scales} -> m n",
     )
-    return call(x, *parts)
+    return call(*leaves)
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     asked = []
 
-    def fits(x, w, **params):
-        asked.append(params["contract"])
-        return params["contract"] == -2 and w.ndim == x.ndim == 2 and max(w.packing.values()) == 1
+    def fits(product):
+        asked.append(product.contract)
+        matrices = product.w.ndim == product.x.ndim == 2
+        return product.contract == -2 and matrices and max(product.w.packing.values()) == 1
 
     monkeypatch.setattr(_table, "_kernels", {})
     _table.register_kernel("matmul", "cpu", partitioned_matmul, fits)
@@ -55,9 +59,8 @@ def kernel(monkeypatch):
 
 def test_a_kernel_is_found_by_platform_and_operands(kernel) -> None:
     w = Layout("int8", -2, None).quantize(jnp.ones((64, 96)))
-    params = {"contract": -2, "dtype": jnp.float32}
-    assert list(_table.find_kernels("matmul", jnp.ones((4, 64)), w, **params)) == ["cpu"]
-    assert _table.find_kernels("matmul", jnp.ones((4, 64)), w, **params | {"contract": -1}) == {}
+    assert list(_table.find_kernels("matmul", Product(jnp.ones((4, 64)), w, -2, jnp.float32))) == ["cpu"]
+    assert _table.find_kernels("matmul", Product(jnp.ones((4, 96)), w, -1, jnp.float32)) == {}
     assert _table.find_kernels("take", w) == {}
 
 
@@ -98,3 +101,38 @@ def test_kernels_are_known_by_platform(
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert lowbit.is_kernel_available() == known
+
+
+# --- what is imported when
+
+
+def run(code: str) -> str:
+    """What a process of its own prints."""
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_program_for_cpu_imports_no_kernel_of_other_platforms() -> None:
+    code = """
+        import sys
+        import jax.numpy as jnp, lowbit
+        print(jnp.ones((2, 64)) @ lowbit.quantize(jnp.ones((64, 4)), dtype="int8"))
+        print([name for name in ("triton", "tpu") if f"jax.experimental.pallas.{name}" in sys.modules])
+    """
+    assert run(code).endswith("[]")
+
+
+def test_without_the_triton_backend_the_reference_runs_on_cuda() -> None:
+    code = """
+        import sys
+        sys.modules["jax.experimental.pallas.triton"] = None  # as where JAX has none
+        import jax, jax.numpy as jnp, lowbit
+        from lowbit.kernels import gpu
+        x, q = jnp.ones((2, 64)), lowbit.quantize(jnp.ones((64, 96)), dtype="int8")
+        assert (x @ q)[0, 0] == 64
+        text = jax.jit(lambda x, q: x @ q).trace(x, q).lower(lowering_platforms=("cuda",)).as_text()
+        print(gpu.is_available(), "triton" in text, "64x96xf32" in text)
+    """
+    assert run(code) == "False False True"

@@ -332,26 +332,24 @@ def test_fast_matmul_of_rows_that_are_not_numbers(target):
 # ---- Rows by their numbers
 
 
-def take(target, ids, stored, layer, dtype=jnp.float32):
+def take(target, ids, stored, dtype=jnp.float32):
     shape = jax.ShapeDtypeStruct((len(ids), stored.values.shape[2]), dtype)
     call = jax.ffi.ffi_call(target("lowbit_take"), shape)
-    return jax.jit(functools.partial(call, **stored.attributes))(
-        np.asarray(ids, np.int32), *stored.operands, np.asarray([layer], np.int32)
-    )
+    return jax.jit(functools.partial(call, **stored.attributes))(np.asarray(ids, np.int32), *stored.operands)
 
 
 def test_take(target):
     ids = [0, 5, 5, -1, 99, 3]
     for format, spans, columns in itertools.product(FORMATS, [(64, 1), (1, 64), (1, 0), (5, 7)], (33, 256)):
-        stored = Stored(format, 2, 20, columns, *spans)
-        for layer, dtype in [(1, jnp.float32), (-3, jnp.bfloat16), (9, jnp.float16)]:
-            want = stored.values[np.clip(layer, 0, 1)][np.clip(ids, 0, 19)]
+        stored = Stored(format, 1, 20, columns, *spans)
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+            want = stored.values[0][np.clip(ids, 0, 19)]
             np.testing.assert_array_equal(
-                take(target, ids, stored, layer, dtype), jnp.asarray(want, jnp.float32).astype(dtype)
+                take(target, ids, stored, dtype), jnp.asarray(want, jnp.float32).astype(dtype)
             )
-    stored = Stored("nf4", 2, 300, 640, 1, 64, double=True)
+    stored = Stored("nf4", 1, 300, 640, 1, 64, double=True)
     many = np.random.default_rng(0).integers(0, 300, 500)
-    np.testing.assert_allclose(take(target, many, stored, 1), stored.values[1][many], rtol=1e-6)
+    np.testing.assert_allclose(take(target, many, stored), stored.values[0][many], rtol=1e-6)
 
 
 # ---- What was lost
@@ -435,12 +433,12 @@ def test_encode_of_nothing(target):
 
 
 def test_wrong_operands_of_take_squares_and_encode_get_an_error(target):
-    stored = Stored("nf4", 2, 8, 32, 1, 16)
-    ids, layer = np.zeros(3, np.int32), np.zeros(1, np.int32)
+    stored = Stored("nf4", 1, 8, 32, 1, 16)
+    ids = np.zeros(3, np.int32)
 
-    def call_take(shape=(3, 32), dtype=jnp.float32, ids=ids, layer=layer, **changes):
+    def call_take(shape=(3, 32), dtype=jnp.float32, ids=ids, stored=stored, **changes):
         call = jax.ffi.ffi_call(target("lowbit_take"), jax.ShapeDtypeStruct(shape, dtype))
-        return jax.jit(functools.partial(call, **(stored.attributes | changes)))(ids, *stored.operands, layer)
+        return jax.jit(functools.partial(call, **(stored.attributes | changes)))(ids, *stored.operands)
 
     some = np.ones((1, 8, 32), np.float32)
 
@@ -458,12 +456,12 @@ def test_wrong_operands_of_take_squares_and_encode_get_an_error(target):
     for call, text, changes in [
         (call_take, "ids", {"ids": ids.astype(np.float32)}),
         (call_take, "ids", {"ids": ids[None]}),
-        (call_squares, "does not fit", {"x": np.ones((2, 8, 31), np.float32)}),
-        (call_squares, "x must be", {"x": np.ones((2, 8, 32), np.int32)}),
-        (call_squares, "sums", {"shape": (2, 7)}),
+        (call_squares, "does not fit", {"x": np.ones((1, 8, 31), np.float32)}),
+        (call_squares, "x must be", {"x": np.ones((1, 8, 32), np.int32)}),
+        (call_squares, "sums", {"shape": (1, 7)}),
         (call_take, "ids", {"shape": (4, 32)}),
         (call_take, "f32, bf16 or f16", {"dtype": jnp.int32}),
-        (call_take, "layer", {"layer": np.zeros(2, np.int32)}),
+        (call_take, "must be one matrix", {"stored": Stored("nf4", 2, 8, 32, 1, 16)}),
         (call_take, "scales", {"col_span": np.int64(32)}),
         (call_encode, "not 'ternary'", {"format": "ternary"}),
         (call_encode, "three axes", {"x": np.ones((8, 32), np.float32)}),

@@ -89,7 +89,7 @@ class Known8B(Shifted8B):
     """With a decoder of its own, which the class answers for."""
 
     decoder: ClassVar = "int8"
-    in_int8: ClassVar = 1
+    int8_multiplier: ClassVar = 1
 
     def levels(self, *codes):
         return codes[0].astype(jnp.float32)
@@ -99,7 +99,7 @@ class Known8B(Shifted8B):
 def test_levels_of_a_subclass_are_what_products_and_lookups_use(cls: type) -> None:
     w, x = jax.random.normal(jax.random.key(0), (64, 96)), jax.random.normal(jax.random.key(1), (8, 64))
     q = cls.quantize(w, axis=-2)
-    assert q.decoder is None and q.in_int8 is None
+    assert q.decoder is None and q.int8_multiplier is None
     dense = q.materialize()
     assert float(jnp.abs(dense - w).max()) > 1e-3  # other levels indeed
     assert_close(x @ q, x @ dense)
@@ -111,13 +111,13 @@ def test_levels_of_a_subclass_are_what_products_and_lookups_use(cls: type) -> No
 
 def test_a_subclass_keeps_the_decoder_that_fits_its_levels() -> None:
     w = jnp.ones((64, 32))
-    assert Known8B.quantize(w).decoder == "int8" and Known8B.in_int8 == 1
+    assert Known8B.quantize(w).decoder == "int8" and Known8B.int8_multiplier == 1
 
     @formats.stored
     class Renamed(lowbit.ArrayNF4):
         """All as before."""
 
-    assert Renamed.quantize(w).decoder == "nf4" and Renamed.in_int8 == 127
+    assert Renamed.quantize(w).decoder == "nf4" and Renamed.int8_multiplier == 127
 
 
 def test_a_name_is_taken_once(example, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""The kernel for TPU without one: numbers in interpret mode, its choice by what is traced for. See also tpu_aot.py."""
+"""The kernel for TPU without one: its numbers in interpret mode, and when it is chosen. See also tpu_aot.py."""
 
 from functools import partial
 from typing import Any
@@ -14,15 +14,20 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import lowbit
 from lowbit import FORMATS
 from lowbit.kernels import reference, tpu
-from lowbit.ops import pieces
+from lowbit.kernels._product import Product
+from lowbit.kernels.tpu import kernel, tiling
+from lowbit.ops import partition
 
 CHIP = "TPU v5"
+CHIP_FIELDS = {"device_kind": CHIP, "num_cores": 1, "platform": "tpu"}
 P = PartitionSpec
 
 
-def run(x: Any, w: Any, contract: int, dtype: Any = jnp.float32, arithmetic: str = "exact") -> Any:
-    call = partial(tpu.matmul, contract=contract, dtype=dtype, arithmetic=arithmetic, chip=CHIP, interpret=True)
-    return jax.jit(call)(x, w)
+multiply = jax.jit(partial(kernel.matmul, chip=CHIP, interpret=True), static_argnames="sizes")
+
+
+def run(x: Any, w: Any, contract: int, dtype: Any = jnp.float32, arithmetic: str = "exact", sizes: Any = None) -> Any:
+    return multiply(Product(x, w, contract, dtype, arithmetic=arithmetic), sizes=sizes)
 
 
 def product(layout: Layout, contract: int, m: int, k: int, n: int, dtype: Any, lead: Any = ()) -> tuple[Any, Any]:
@@ -31,10 +36,10 @@ def product(layout: Layout, contract: int, m: int, k: int, n: int, dtype: Any, l
     return jax.random.normal(keys[1], (*lead, m, k), dtype), layout.quantize(w)
 
 
-def assert_as_reference(x: Any, w: Any, contract: int, dtype: Any) -> None:
+def assert_as_reference(x: Any, w: Any, contract: int, dtype: Any, sizes: Any = None) -> None:
     """To the rounding of the result: half of its last bit, and what a float32 sum may be off by."""
-    y = run(x, w, contract, dtype)
-    want = reference.matmul(x, w, contract=contract, dtype=jnp.float32)
+    y = run(x, w, contract, dtype, sizes=sizes)
+    want = reference.matmul(Product(x, w, contract, jnp.float32))
     assert y.dtype == dtype
     off = np.abs(np.asarray(y, np.float64) - np.asarray(want, np.float64))
     size = np.abs(np.asarray(want)) * float(jnp.finfo(dtype).eps) / 2 + 1e-5 * np.abs(np.asarray(want)).max()
@@ -51,11 +56,10 @@ def test_as_the_reference_in_odd_shapes(any_layout: Layout, contract: int, dtype
 
 
 @pytest.mark.parametrize("contract", [-2, -1])
-def test_many_tiles_with_edges_in_all_axes(contract: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tiles_with_edges_in_all_axes(contract: int) -> None:
     layout = Layout("nf4", contract, 64)
     x, w = product(layout, contract, 20, 700, 600, jnp.bfloat16)
-    monkeypatch.setitem(tpu.EXCEPTIONS, (20, 700, 600, 2, contract, CHIP), tpu.Tiles(m=16, n=256, k=512, chunk=256))
-    assert_as_reference(x, w, contract, jnp.bfloat16)
+    assert_as_reference(x, w, contract, jnp.bfloat16, sizes=tiling.Sizes(m=16, n=256, k=512, chunk=256))
 
 
 @pytest.mark.parametrize(("axis", "block"), [(-2, 8), (-2, 48), (-1, 2048), (-2, 2048)])
@@ -85,7 +89,7 @@ def test_fast_is_exact_on_activations_of_8_bits(along: Layout) -> None:
     tops = jnp.abs(scaled).max(-1, keepdims=True) / 127
     rounded = jnp.round(scaled / tops) * tops / (1 if along.axis == -2 else w.scales[:, 0])
     y = run(x, w, -2, arithmetic="fast")
-    assert_close(y, reference.matmul(rounded, w, contract=-2, dtype=jnp.float32), 1e-5)
+    assert_close(y, reference.matmul(Product(rounded, w, -2, jnp.float32)), 1e-5)
     assert 1e-4 < float(jnp.abs(y - x @ w).max() / jnp.abs(y).max()) < 3e-2
 
 
@@ -96,13 +100,13 @@ def test_fast_by_blocks(format: str) -> None:
     assert 1e-4 < float(jnp.abs(y - x @ w).max() / jnp.abs(y).max()) < 3e-2
 
 
-def test_each_device_runs_its_piece_in_shard_map() -> None:
+def test_each_device_runs_its_shard_in_shard_map() -> None:
     x, w = product(Layout("nf4", -2, 64), -2, 4, 128, 8 * 256, jnp.float32)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    multiply = partial(tpu.matmul, contract=-2, dtype=jnp.float32, chip=CHIP, interpret=True)
     specs = (P(), w.part_specs(P(None, "x"), mesh))
-    y = jax.shard_map(multiply, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=False)(x, w)
-    assert_close(y, reference.matmul(x, w, contract=-2, dtype=jnp.float32))
+    fn = partial(run, contract=-2)
+    y = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=False)(x, w)
+    assert_close(y, reference.matmul(Product(x, w, -2, jnp.float32)))
 
 
 # --- what runs where
@@ -113,11 +117,11 @@ def test_tiles_hold_every_row_and_the_whole_sum_once() -> None:
         for k, n in ((4096, 4096), (4096, 11008), (11008, 4096), (576, 1536)):
             for per_byte in (1, 2, 4, 8):
                 for contract in (-2, -1):
-                    t = tpu.tiles(m, k, n, per_byte=per_byte, contract=contract)
+                    t = tiling.sizes_for(m, k, n, per_byte=per_byte, contract=contract)
                     assert t.m == m and k <= t.k < k + t.chunk and t.k % t.chunk == 0
                     assert t.n % (128 * (per_byte if contract == -2 else 1)) == 0
-    far = tpu.tiles(256, 128256, 4096, per_byte=2, contract=-2)
-    assert far.k * 256 * 4 * 2 <= tpu.vmem("") and far.k % far.chunk == 0
+    far = tiling.sizes_for(256, 128256, 4096, per_byte=2, contract=-2)
+    assert far.k * 256 * 4 * 2 <= tiling.vmem("") and far.k % far.chunk == 0
 
 
 def test_the_program_for_a_tpu_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,17 +132,19 @@ def test_the_program_for_a_tpu_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert not has_kernel(128)  # nothing says which chip
-    monkeypatch.setattr(tpu, "device_kind", lambda: CHIP)
-    assert has_kernel(256)
-    assert not has_kernel(384, use_kernel=False)
-    with lowbit.use_kernel(False):
-        assert not has_kernel(512)
+    chip = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.AbstractDevice(**CHIP_FIELDS))
+    with jax.sharding.use_abstract_mesh(chip):
+        assert has_kernel(256)
+        assert not has_kernel(384, use_kernel=False)
+        with lowbit.use_kernel(False):
+            assert not has_kernel(512)
 
 
-def test_what_does_not_fit_runs_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu, "device_kind", lambda: CHIP)
+def test_what_does_not_fit_runs_by_the_reference() -> None:
+    def fits(x: Any, w: Any) -> bool:
+        return tpu.matmul_fits(Product(x, w, -2, jnp.float32))
+
     x = jnp.ones((2, 60))
-    fits = partial(tpu.matmul_fits, contract=-2, dtype=jnp.float32)
     assert fits(x, lowbit.Array8B.quantize(jnp.ones((60, 128)), axis=-2))
     assert not fits(x, lowbit.Array8B.quantize(jnp.ones((60, 128)), axis=-2, block_size=10))
     assert not fits(x, lowbit.Array8B.quantize(jnp.ones((60, 128)), axis=-1, block_size=48))
@@ -146,8 +152,8 @@ def test_what_does_not_fit_runs_by_the_reference(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)], ids=str)
-def test_shardings_in_types_cut_products_without_the_compiler(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "can_cut_calls", lambda: False)
+def test_explicit_axes_partition_products_without_the_compiler(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "can_partition_calls", lambda *operands: False)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         dense = jax.device_put(jax.random.normal(jax.random.key(0), (512, 256)), NamedSharding(mesh, spec))
@@ -162,15 +168,15 @@ def test_shardings_in_types_cut_products_without_the_compiler(spec: Any, monkeyp
 
 
 def test_automatic_axes_decode_with_a_warning_where_the_compiler_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "can_cut_calls", lambda: False)
+    monkeypatch.setattr(partition, "can_partition_calls", lambda *operands: False)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     w = lowbit.Array8B.quantize(jax.random.normal(jax.random.key(0), (136, 264)), axis=-2)
     x = jax.random.normal(jax.random.key(1), (7, 136))
     multiply = jax.jit(lambda x, w: x @ w)
-    assert "lowbit_matmul" in multiply.lower(x, w).compile().as_text()  # on one device there is nothing to cut
+    assert "lowbit_matmul" in multiply.lower(x, w).compile().as_text()  # nothing to partition on one device
     assert_close(multiply(x, w), x @ w.materialize())
-    cut = w.with_sharding(NamedSharding(mesh, P(None, "x")))
+    sharded = w.with_sharding(NamedSharding(mesh, P(None, "x")))
     with pytest.warns(RuntimeWarning, match="8 .* with automatic axes.* explicit axes or shard_map"):
-        text = multiply.lower(x, cut).compile().as_text()
+        text = multiply.lower(x, sharded).compile().as_text()
     assert "lowbit_matmul" not in text and "all-gather" not in text
-    assert_close(multiply(x, cut), x @ w.materialize())
+    assert_close(multiply(x, sharded), x @ w.materialize())

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import lowbit
 from lowbit import FORMATS, QuantizedArray
-from lowbit.kernels import tpu
+from lowbit.kernels._product import Product
+from lowbit.kernels.tpu import kernel, tiling
 
 P = PartitionSpec
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
@@ -42,9 +43,9 @@ def weight(format: str, shape: tuple[int, ...], axis: int, dtype: Any = jnp.bflo
     return jax.eval_shape(lambda w: FORMATS[format].quantize(w, axis=axis, **options), dense)
 
 
-def compiled(mesh: Mesh, fn: Any, *operands: Any) -> str:
-    with jax.set_mesh(mesh):
-        return jax.jit(lowbit.implicit(fn)).lower(*operands).compile().as_text()
+def compiled(fn: Any, *operands: Any) -> str:
+    """The compiled program, for the chips that the operands lie on: there is no mesh around."""
+    return jax.jit(lowbit.implicit(fn)).lower(*operands).compile().as_text()
 
 
 def multiply(x: Any, w: Any) -> Any:
@@ -55,7 +56,7 @@ def product(mesh: Mesh, format: str, contract: int, m: int, k: int, n: int, dtyp
     """The compiled program of a product, summed over the axis that has the scales."""
     w = weight(format, (k, n) if contract == -2 else (n, k), contract, dtype, **options)
     fn = multiply if contract == -2 else lambda x, w: x @ w.T
-    return compiled(mesh, fn, shaped(mesh, jax.ShapeDtypeStruct((m, k), dtype)), shaped(mesh, w))
+    return compiled(fn, shaped(mesh, jax.ShapeDtypeStruct((m, k), dtype)), shaped(mesh, w))
 
 
 def assert_in_the_kernel(text: str, k: int, n: int) -> None:
@@ -90,14 +91,15 @@ def test_integers_on_the_matrix_unit(chip: str) -> None:
 @pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)], ids=str)
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_four_chips(chip: str, spec: Any) -> None:
-    """Each runs the kernel on its own piece; the sum over pieces of the summed axis is all that goes between them."""
+    """Each runs the kernel on its own shard; nothing but the sum over a sharded summed axis goes between them."""
     w = weight("nf4", (4096, 4096), -2)
     summed = spec[0] is not None
 
     explicit = mesh_of(chip, 4, AxisType.Explicit)
     x = shaped(explicit, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), P(None, spec[0]))
     typed = partial(jnp.einsum, "mk,kn->mn", out_sharding=P(None, spec[1]))
-    text = compiled(explicit, typed, x, shaped(explicit, w, w.part_specs(spec, explicit)))
+    with jax.set_mesh(explicit):
+        text = compiled(typed, x, shaped(explicit, w, w.part_specs(spec, explicit)))
     assert_in_the_kernel(text, 4096, 4096)
     assert set(re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)) == (
         {"all-reduce"} if summed else set()
@@ -113,9 +115,24 @@ def test_four_chips(chip: str, spec: Any) -> None:
         check_vma=False,
     )
     x = shaped(auto, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), P(None, spec[0]))
-    with jax.set_mesh(auto):
-        text = jax.jit(mapped).lower(x, shaped(auto, w, w.part_specs(spec, auto))).compile().as_text()
+    text = jax.jit(mapped).lower(x, shaped(auto, w, w.part_specs(spec, auto))).compile().as_text()
     assert_in_the_kernel(text, 4096, 4096)
+
+
+def test_automatic_axes_over_several_chips_decode_with_a_warning() -> None:
+    mesh, spec = mesh_of("v5e", 4), P(None, "x")
+    w = weight("int8", (512, 1024), -2)
+    x = shaped(mesh, jax.ShapeDtypeStruct((16, 512), jnp.bfloat16))
+    with pytest.warns(RuntimeWarning, match=r"4 TPU v5 lite with automatic axes.* explicit axes or shard_map"):
+        text = compiled(multiply, x, shaped(mesh, w, w.part_specs(spec, mesh)))
+    assert "lowbit_matmul" not in text and "all-gather" not in text
+
+
+def test_a_single_device_says_which_chip_it_is() -> None:
+    place = jax.sharding.SingleDeviceSharding(mesh_of("v6e", 1).devices[0])
+    operands = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16), weight("nf4", (512, 1024), -2)
+    x, w = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), operands)
+    assert_in_the_kernel(compiled(multiply, x, w), 512, 1024)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -128,7 +145,7 @@ def test_a_scan_takes_its_layers_where_they_lie(format: str) -> None:
         return lax.scan(lambda x, w: (jnp.tanh(x @ w[0]) @ w[1], None), x, (w, back))[0]
 
     x = shaped(mesh, jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16))
-    text = compiled(mesh, net, x, shaped(mesh, w), shaped(mesh, back))
+    text = compiled(net, x, shaped(mesh, w), shaped(mesh, back))
     assert_in_the_kernel(text, 1024, 2048)
     # No result of the size of the codes of one layer or of all, but what is handed on.
     for line in text.splitlines():
@@ -136,10 +153,16 @@ def test_a_scan_takes_its_layers_where_they_lie(format: str) -> None:
         assert not found or found[1] in ("parameter", "get-tuple-element", "bitcast"), line
 
 
-def test_a_tile_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_is_too_large_is_refused() -> None:
     m, k, n = 16, 1 << 20, 512
-    monkeypatch.setitem(tpu.EXCEPTIONS, (m, k, n, 2, -2, "TPU v5 lite"), tpu.Tiles(m=m, n=256, k=k, chunk=128))
-    with pytest.raises(Exception, match=r"(?i)vmem|RESOURCE_EXHAUSTED"):
-        product(mesh_of("v5e", 1), "nf4", -2, m, k, n, jnp.bfloat16)
-    # By the rule the same product of twice the width compiles.
-    assert_in_the_kernel(product(mesh_of("v5e", 1), "nf4", -2, m, k, 2 * n, jnp.bfloat16), k, 2 * n)
+    mesh = mesh_of("v5e", 1)
+    x, w = shaped(mesh, (jax.ShapeDtypeStruct((m, k), jnp.bfloat16), weight("nf4", (k, n), -2)))
+    sizes = tiling.Sizes(m=m, n=256, k=k, chunk=128)
+
+    def too_large(x: Any, w: Any) -> Any:
+        return kernel.matmul(Product(x, w, -2, x.dtype), "TPU v5 lite", sizes=sizes)
+
+    with jax.set_mesh(mesh), pytest.raises(Exception, match=r"(?i)vmem|RESOURCE_EXHAUSTED"):
+        jax.jit(too_large).lower(x, w).compile()
+    # With the sizes of `sizes_for` it compiles.
+    assert_in_the_kernel(product(mesh, "nf4", -2, m, k, n, jnp.bfloat16), k, n)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from .formats._quantized import QuantizedArray
+from .kernels._product import Product
 from .ops.matmul import matmul_p
 from .runtime import is_implicit
 from .runtime._compat import is_jaxpr, opened, subjaxprs
@@ -41,9 +41,8 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     found = list(equations(jaxpr))
     for eqn in found:
         if eqn.primitive is matmul_p:
-            components = [v.aval for v in eqn.invars[1:]]
-            weight: QuantizedArray = jax.tree.unflatten(eqn.params["tree"], components)
-            weights.append(weight.shape)
+            product: Product = jax.tree.unflatten(eqn.params["tree"], [v.aval for v in eqn.invars])
+            weights.append(product.w.shape)
     shapes = {shape for weight in weights for shape in _forms(weight)}
     return [
         DenseWeight(str(eqn.primitive), aval.shape, str(aval.dtype))

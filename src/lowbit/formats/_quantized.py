@@ -58,15 +58,15 @@ class QuantizedArray(ShardedArray):
     scale_parts: ClassVar[tuple[str, ...]] = ()
     # The dtypes that the codes may have.
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = CODE_DTYPES
-    # The number that makes integers of 8 bits of the levels: 1 if they are that already, another if they are rounded.
-    in_int8: ClassVar[int | None] = None
+    # Multiplier that maps levels to int8, rounded unless it is 1; None if they do not fit.
+    int8_multiplier: ClassVar[int | None] = None
     # The block sizes that the format may have; None for any.
     block_sizes: ClassVar[tuple[int, ...] | None] = None
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         # A subclass with its own levels or packing cannot use a kernel's decoder for those of its base.
-        for name in ("decoder", "in_int8"):
+        for name in ("decoder", "int8_multiplier"):
             if min(_defined_at(cls, "levels"), _defined_at(cls, "packing")) < _defined_at(cls, name):
                 setattr(cls, name, None)
 
@@ -110,7 +110,7 @@ class QuantizedArray(ShardedArray):
     def decoder(self) -> str | None:
         """The name of the format's decode function in the native library, if it has one there.
 
-        A subclass with `levels` or `packing` of its own does not inherit it, nor `in_int8`.
+        A subclass with `levels` or `packing` of its own does not inherit it, nor `int8_multiplier`.
         """
         return None
 

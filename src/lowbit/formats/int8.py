@@ -41,7 +41,7 @@ class Array8B(QuantizedArray):
     """
 
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.int8),)
-    in_int8: ClassVar[int | None] = 1
+    int8_multiplier: ClassVar[int | None] = 1
 
     @classmethod
     def quantize(

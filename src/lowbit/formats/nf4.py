@@ -56,7 +56,7 @@ class ArrayNF4(QuantizedArray):
 
     part_names: ClassVar[dict[str, str]] = {"packed": "codes", "absmax": "scales"}
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
-    in_int8: ClassVar[int | None] = 127
+    int8_multiplier: ClassVar[int | None] = 127
     block_sizes: ClassVar[tuple[int, ...] | None] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     scale_parts: ClassVar[tuple[str, ...]] = ("group_absmax", "offset")
 

@@ -52,7 +52,7 @@ class Array1B(QuantizedArray):
     kind: Kind = aux_field(default="ternary")
 
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
-    in_int8: ClassVar[int | None] = 1
+    int8_multiplier: ClassVar[int | None] = 1
     part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
 
     @classmethod

@@ -1,14 +1,23 @@
-"""The table of kernels: which implementations of an operation there are, for which platform and which operands."""
+"""The table of kernels: the implementations of each operation, by platform and by the operands that they take."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from lowbit.runtime._settings import Setting
 
-# operation -> platform ("cpu", "tpu", "cuda") -> implementation and the predicate of what it takes
-_kernels: dict[str, dict[str, tuple[Callable[..., Any], Callable[..., bool]]]] = {}
+
+class Kernel(NamedTuple):
+    """An implementation of an operation, and which operands it takes."""
+
+    run: Callable[..., Any]
+    fits: Callable[..., bool]
+    available: Callable[[], bool]
+
+
+# operation -> platform ("cpu", "tpu", "cuda") -> implementation
+_kernels: dict[str, dict[str, Kernel]] = {}
 
 use_kernel: Setting[bool | None] = Setting("use_kernel", None, (True, False, None))
 """Whether products run in fused kernels where there are some; None leaves it to each array. In a `with` statement it
@@ -36,15 +45,25 @@ True
 """
 
 
-def register_kernel(operation: str, platform: str, kernel: Callable[..., Any], fits: Callable[..., bool]) -> None:
-    """Add an implementation. `fits` and `kernel` take the same arguments; shapes and dtypes are known to both."""
-    _kernels.setdefault(operation, {})[platform] = (kernel, fits)
+def register_kernel(
+    operation: str,
+    platform: str,
+    run: Callable[..., Any],
+    fits: Callable[..., bool],
+    available: Callable[[], bool] = lambda: True,
+) -> None:
+    """Add an implementation.
+
+    `run` and `fits` take the same arguments, a `Product` for "matmul"; `fits` looks at shapes and dtypes only.
+    `available` says whether the installed JAX can run it.
+    """
+    _kernels.setdefault(operation, {})[platform] = Kernel(run, fits, available)
 
 
 def find_kernels(operation: str, *operands: Any, **params: Any) -> dict[str, Callable[..., Any]]:
     """The kernels that take these operands, by platform."""
     rows = _kernels.get(operation, {})
-    return {platform: kernel for platform, (kernel, fits) in rows.items() if fits(*operands, **params)}
+    return {platform: kernel.run for platform, kernel in rows.items() if kernel.fits(*operands, **params)}
 
 
 def is_kernel_available() -> bool:
@@ -57,4 +76,5 @@ def is_kernel_available() -> bool:
     platform = jax.default_backend()
     if platform == "gpu":  # the name that CUDA and ROCm share
         platform = "cuda" if "cuda" in jax.devices()[0].client.platform_version.lower() else "rocm"
-    return platform in _kernels.get("matmul", {})
+    kernel = _kernels.get("matmul", {}).get(platform)
+    return kernel is not None and kernel.available()

@@ -1,8 +1,8 @@
-"""What the kernels on tiles share: how a stored stack is indexed, and how packed codes come apart.
+"""What the tiled kernels share: the index of a layer in a stored stack, and unpacking codes.
 
-A byte holds neighbours of the last axis, and putting them side by side again would move them between lanes. So a tile
-of codes is taken apart into *planes*: plane j has the columns j, j + n, j + 2n, ... for n codes in a byte, each where
-its byte lies. What meets the planes, activations or results, is small, and is (de)interleaved instead.
+A byte holds neighbours of the last axis, and interleaving them would move them between lanes. So a tile of codes is
+split into *planes*: plane j has the columns j, j + n, j + 2n, ... for n codes in a byte, each where its byte lies. The
+activations or results that go with the planes are small, and are (de)interleaved instead.
 """
 
 import math
@@ -14,7 +14,7 @@ from lowbit.formats._quantized import QuantizedArray
 
 
 def layer_numbers(w: QuantizedArray) -> jax.Array:
-    """For each matrix of the batch, its place in the stack as stored."""
+    """The index in the stored stack of each matrix of the batch."""
     inner = w.stored_shape[1:-2] if w.index is not None else w.stored_shape[:-2]
     own = jnp.arange(math.prod(inner), dtype=jnp.int32)
     if w.index is None:
@@ -24,7 +24,7 @@ def layer_numbers(w: QuantizedArray) -> jax.Array:
 
 
 def planes(codes: jax.Array, per_byte: int) -> list[jax.Array]:
-    """The codes of a tile, plane by plane. Bytes are widened first: tiles have no arithmetic in 8 bits."""
+    """Unpack the codes of a tile, plane by plane. Bytes are widened first: tiles have no 8-bit arithmetic."""
     codes = codes.astype(jnp.int32)
     if per_byte == 1:
         return [codes]

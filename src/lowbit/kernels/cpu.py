@@ -1,7 +1,7 @@
-"""The native kernels for CPU: how the library is loaded, and how its targets are called.
+"""The native kernels for CPU: load the library and call its targets.
 
-The library is built from `csrc/` when the package is. `LOWBIT_NATIVE=0` leaves it alone, `LOWBIT_ISA` names the
-instruction set to use (generic, avx2, avx512) instead of the best one that the machine has.
+The library is built from `csrc/` with the package. `LOWBIT_NATIVE=0` disables it; `LOWBIT_ISA` names the instruction
+set to use (generic, avx2, avx512) instead of the best one that the machine has.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ from jax import lax
 from lowbit.formats._blocks import span_of
 from lowbit.formats._quantized import QuantizedArray
 
+from ._product import Product
 from ._table import register_kernel
 from ._tiles import layer_numbers
 
@@ -28,14 +29,14 @@ _library: ctypes.CDLL | None = None
 
 
 def _load(folders: Sequence[str]) -> ctypes.CDLL | None:
-    """The library with its targets registered, or None, saying why."""
+    """Load the library and register its targets. Without one, return None and warn, unless LOWBIT_NATIVE=0."""
     if os.environ.get("LOWBIT_NATIVE") == "0":
         return None
     found = [path for folder in folders if (path := Path(folder) / "lowbit_native.so").exists()]
     if not found:
         warnings.warn(
-            "lowbit was installed without its native CPU kernels, so products on CPU are right but slow. Install it "
-            "again where there is a C++ compiler, or set LOWBIT_NATIVE=0 to be told no more.",
+            "lowbit was installed without its native CPU kernels, so products on CPU are correct but slow. Reinstall "
+            "it with a C++ compiler at hand, or set LOWBIT_NATIVE=0 to silence this warning.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -44,7 +45,7 @@ def _load(folders: Sequence[str]) -> ctypes.CDLL | None:
     library.lowbit_isa.restype = library.lowbit_targets.restype = ctypes.c_char_p
     if not library.lowbit_isa():
         asked = os.environ.get("LOWBIT_ISA")
-        raise ValueError(f"LOWBIT_ISA={asked} must be generic, avx2 or avx512, and one that this machine has.")
+        raise ValueError(f"LOWBIT_ISA={asked} must be generic, avx2 or avx512, and supported by this machine.")
     for name in library.lowbit_targets().decode().split(","):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
@@ -58,42 +59,28 @@ def instruction_set() -> str | None:
 # --- the product
 
 
-def matmul_fits(x: jax.Array, w: QuantizedArray, *, contract: int, dtype: Any, **params: Any) -> bool:
+def matmul_fits(product: Product) -> bool:
     """Whether the library has this product: its format, and matrices that do not share scales."""
-    return _matrices_fit(w) and x.dtype in _FLOATS and dtype in _FLOATS
+    return _matrices_fit(product.w) and product.x.dtype in _FLOATS and product.dtype in _FLOATS
 
 
 def _matrices_fit(w: QuantizedArray) -> bool:
     return w.decoder is not None and all(span_of(w.spans, axis) == 1 for axis in range(-len(w.spans), -2))
 
 
-def matmul(
-    x: jax.Array,
-    w: QuantizedArray,
-    *,
-    contract: int,
-    dtype: Any,
-    precision: Any,
-    out_sharding: Any,
-    arithmetic: str,
-) -> jax.Array:
+def matmul(product: Product) -> jax.Array:
     """As `reference.matmul`; float32 sums are as exact as any `precision` asks for."""
-    del precision, out_sharding
-    stored, batch, columns = w.stored_shape, w.shape[:-2], w.shape[-3 - contract]
-    rows = x.shape[len(batch) : -1]
-    y = jax.ffi.ffi_call(
-        "lowbit_matmul",
-        jax.ShapeDtypeStruct((math.prod(batch), math.prod(rows), columns), dtype),
-    )(
-        x.reshape(math.prod(batch), math.prod(rows), x.shape[-1]),
+    w, matrices, rows = product.w, math.prod(product.batch), math.prod(product.rows)
+    y = jax.ffi.ffi_call("lowbit_matmul", jax.ShapeDtypeStruct((matrices, rows, product.n), product.dtype))(
+        product.x.reshape(matrices, rows, product.k),
         w.codes,
-        *_scale_operands(w, math.prod(stored[:-2])),
+        *_scale_operands(w, math.prod(w.stored_shape[:-2])),
         layer_numbers(w),
         **_layout(w),
-        contract=np.int64(contract + 2),
-        fast=arithmetic == "fast",
+        contract=np.int64(product.contract + 2),
+        fast=product.arithmetic == "fast",
     )
-    return y.reshape(*batch, *rows, columns)
+    return y.reshape(product.shape)
 
 
 def _layout(w: QuantizedArray) -> dict[str, Any]:
@@ -102,12 +89,12 @@ def _layout(w: QuantizedArray) -> dict[str, Any]:
 
 
 def _scale_operands(w: QuantizedArray, layers: int) -> Iterator[jax.Array]:
-    """Scales, and what decodes them where they are codes themselves: scale of a group, offset, table."""
+    """The scales, and for scales in 8 bits what decodes them: group scales, offset, table; else these are empty."""
     none = lax.full((0, 0), 0, jnp.float32)
     scales, group, offset, table = w.coded_scales() or (w.scale_values(), none, none, none.reshape(0))
     yield scales
-    for part in (group, offset):
-        yield part.reshape(layers if part.size else 0, part.shape[-1])
+    for component in (group, offset):
+        yield component.reshape(layers if component.size else 0, component.shape[-1])
     yield table
 
 
@@ -119,8 +106,7 @@ def take_fits(w: QuantizedArray, rows: jax.Array) -> bool:
 
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
-    """The rows of a matrix as stored, for row numbers of shape (..., 1)."""
-    scales = _scale_operands(lax.stop_gradient(w), 1)
+    """Decode rows of a matrix as stored, for row numbers of shape (..., 1)."""
     y = jax.ffi.ffi_call(
         "lowbit_take",
         jax.ShapeDtypeStruct((rows.size, w.stored_shape[-1]), w.dtype),
@@ -128,8 +114,7 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     )(
         rows.reshape(rows.size).astype(jnp.int32),
         w.codes,
-        *scales,
-        lax.full((1,), 0, jnp.int32),
+        *_scale_operands(lax.stop_gradient(w), 1),
         **_layout(w),
     )
     return y.reshape(*rows.shape[:-1], y.shape[-1])
@@ -141,7 +126,7 @@ def squares_fits(w: QuantizedArray, array: jax.Array) -> bool:
 
 
 def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each row, the squares of what was lost and of what it was; the decoded row stays in the cache."""
+    """As `reference.squares`; a decoded row stays in the cache."""
     *layers, rows, columns = w.stored_shape
     stack = math.prod(layers)
     sums = jax.ShapeDtypeStruct((stack, rows), jnp.float32)
@@ -151,7 +136,7 @@ def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lost.reshape(*layers, rows), size.reshape(*layers, rows)
 
 
-# --- quantizing: on one device; over several, JAX cuts the reference program
+# --- quantizing: on one device; over several, JAX partitions the reference program
 
 
 def encode_fits(array: jax.Array, *, spans: tuple[int, ...], **params: Any) -> bool:
@@ -159,15 +144,15 @@ def encode_fits(array: jax.Array, *, spans: tuple[int, ...], **params: Any) -> b
 
 
 def encode(array: jax.Array, *, spans: tuple[int, ...], format: str, like: Any) -> Any:
-    """The codes and scales that the format's own program gives, bit for bit."""
+    """The codes and scales of the format's own program, bit for bit."""
     matrices = math.prod(array.shape[:-2])
 
     def stacked(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (matrices, *(1,) * (2 - len(shape)), *shape[-2:])
 
-    parts = jax.ffi.ffi_call(
+    components = jax.ffi.ffi_call(
         "lowbit_encode",
-        [jax.ShapeDtypeStruct(stacked(part.shape), part.dtype) for part in like],
+        [jax.ShapeDtypeStruct(stacked(known.shape), known.dtype) for known in like],
         vmap_method="sequential",
     )(
         array.reshape(stacked(array.shape)),
@@ -175,11 +160,11 @@ def encode(array: jax.Array, *, spans: tuple[int, ...], format: str, like: Any) 
         row_span=np.int64(span_of(spans, -2)),
         col_span=np.int64(span_of(spans, -1)),
     )
-    return type(like)(part.reshape(known.shape) for part, known in zip(parts, like, strict=True))
+    return type(like)(found.reshape(known.shape) for found, known in zip(components, like, strict=True))
 
 
 def register(folders: Sequence[str]) -> None:
-    """Load the library from one of the folders, and add its kernels to the table."""
+    """Load the library from the first folder that has it, and add its kernels to the table."""
     global _library
     _library = _load(folders)
     if _library is not None:

@@ -1,6 +1,4 @@
-"""Every operation by decoding: right on every platform, and what each kernel is tested against."""
-
-from typing import Any
+"""Every operation by decoding: correct on every platform, and what each kernel is tested against."""
 
 import jax
 import jax.numpy as jnp
@@ -9,42 +7,32 @@ from jax import lax
 from lowbit.formats._blocks import WHOLE, span_of, spread
 from lowbit.formats._quantized import QuantizedArray
 
+from ._product import Product
 
-def matmul(
-    x: jax.Array,
-    w: QuantizedArray,
-    *,
-    contract: int,
-    dtype: Any,
-    precision: Any = None,
-    out_sharding: Any = None,
-    arithmetic: str = "exact",
-) -> jax.Array:
-    """y[*batch, *rows, n] = sum_k x[*batch, *rows, k] * w[*batch, k, n] for contract = -2, w[*batch, n, k] for -1.
 
-    Multiplied and summed in float32 (float64 for a float64 result), rounded once; integers in their own type.
-    """
-    del arithmetic  # always exact
+def matmul(product: Product) -> jax.Array:
+    """Multiply and sum in float32 (float64 for a float64 result), and round once; integers in their own dtype."""
+    x, w, dtype = product.x, product.w, product.dtype
     wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
     batch = tuple(range(w.ndim - 2))
-    dims = (((x.ndim - 1,), (w.ndim + contract,)), (batch, batch))
+    dims = (((x.ndim - 1,), (w.ndim + product.contract,)), (batch, batch))
     y = lax.dot_general(
         x.astype(wide),
         w.decode().astype(wide),
         dims,
-        precision=precision,
+        precision=product.precision,
         preferred_element_type=wide,
-        out_sharding=out_sharding,
+        out_sharding=product.out_sharding,
     )
     return y.astype(dtype)
 
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
-    """The rows of a matrix as stored, for row numbers of shape (..., 1) that are all inside of it."""
+    """Decode rows of a matrix as stored, for row numbers of shape (..., 1) that are all in range."""
 
-    def chosen(part: jax.Array, spans: tuple[int, ...]) -> jax.Array:
+    def chosen(component: jax.Array, spans: tuple[int, ...]) -> jax.Array:
         span = span_of(spans, -2)
-        return part[0] if span == WHOLE else jnp.take(part, rows[..., 0] // span, axis=0, mode="clip")
+        return component[0] if span == WHOLE else jnp.take(component, rows[..., 0] // span, axis=0, mode="clip")
 
     spans = w.part_spans()
     columns = w.stored_shape[-1]
@@ -54,6 +42,6 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
 
 
 def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each row, the sums of the squares of what was lost and of what it was, in float32."""
+    """The sums of squares of each row's error and of the row itself, in float32."""
     array = array.astype(jnp.float32)
     return jnp.sum((w.decode() - array) ** 2, -1), jnp.sum(array**2, -1)

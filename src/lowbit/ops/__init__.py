@@ -1,1 +1,1 @@
-"""The operations worth a kernel: checks, shapes, gradient, choice of kernel."""
+"""The operations that have kernels: checks, shapes, gradients, choice of kernel, partitioning over devices."""

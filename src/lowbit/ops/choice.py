@@ -10,19 +10,22 @@ from jax import lax
 from lowbit.runtime._compat import match_varying
 
 
-def first(*choices: Any) -> Any:
-    """The first choice that was made."""
+def nearest(*choices: Any) -> Any:
+    """The value that is set nearest to the call: by the call itself, by a setting around it, by the array.
+
+    Each is None where it leaves the choice to the next.
+    """
     return next(choice for choice in choices if choice is not None)
 
 
 def by_platform(
     kernels: Mapping[str, Callable[..., Any]], reference: Callable[..., Any], *operands: Any, **params: Any
 ) -> Any:
-    """The kernel of the platform for which the program is lowered, the reference on others."""
+    """Run the kernel of the platform for which the program is lowered, and the reference on others."""
     if not kernels:
         return reference(*operands, **params)
 
-    # JAX does not look into a kernel, so that over which axes of a shard_map its result differs has to be said.
+    # JAX does not look into a kernel, so the mesh axes over which its result varies have to be stated.
     def typed(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*operands: Any) -> Any:
             results, tree = jax.tree.flatten(kernel(*operands, **params))

@@ -1,4 +1,4 @@
-"""Codes and scales of a dense array: the step of `quantize` that is worth a kernel."""
+"""Codes and scales of a dense array: the step of `quantize` that has a kernel."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +9,13 @@ from jax import lax
 
 from lowbit.kernels._table import find_kernels, use_kernel
 
-from .choice import by_platform, first
+from .choice import by_platform, nearest
 
 
 def encode(reference: Callable[..., Any], array: jax.Array, spans: tuple[int, ...], format: str) -> Any:
-    """`reference(array, spans)`, the codes and scales, by a kernel that gives the same bits where there is one."""
+    """The codes and scales `reference(array, spans)`, computed by a kernel with the same bits where there is one."""
     array = lax.stop_gradient(array)
     like = jax.eval_shape(partial(reference, spans=spans), array)
     params = {"spans": spans, "format": format, "like": like}
-    kernels = find_kernels("encode", array, **params) if first(use_kernel.value, True) else {}
+    kernels = find_kernels("encode", array, **params) if nearest(use_kernel.value, True) else {}
     return by_platform(kernels, lambda array, **_: reference(array, spans), array, **params)

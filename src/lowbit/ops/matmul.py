@@ -1,12 +1,11 @@
 """The product of a dense and a quantized matrix: one primitive, linear in the dense one.
 
-    y[*batch, *rows, n] = sum_k x[*batch, *rows, k] * w[*batch, k, n]
-
-`contract` is the stored axis of `w` that is summed over: -2 as written, -1 for w[*batch, n, k]. Each is the gradient of
-the other. The primitive holds the program that computes it, traced when it is bound, so that the program may use what
-cannot be used inside a lowering rule, and its type (sharding, varying axes) is that of the program's result.
+Its two directions, `contract` = -2 and -1, are each other's gradient. The primitive holds the program that computes it,
+traced when it is bound: the program may then use what cannot be used inside a lowering rule, and the type of the result
+(sharding, varying axes) is that of the program's.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,132 +14,118 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from lowbit.formats._quantized import QuantizedArray
 from lowbit.formats._sharding import explicit_axes
 from lowbit.kernels import reference
+from lowbit.kernels._product import Product
 from lowbit.kernels._table import compute, find_kernels, use_kernel
 from lowbit.runtime._compat import match_varying
 
-from .choice import by_platform, first
-from .pieces import Product, devices_in_use, over_devices
+from .choice import by_platform, nearest
+from .partition import ShardedProduct, devices_in_use, over_devices
 
 matmul_p = Primitive("lowbit_matmul")
-_STATIC = ("contract", "dtype", "precision", "out_sharding", "arithmetic")
 
 
-def matmul(
-    x: jax.Array,
-    w: QuantizedArray,
-    *,
-    contract: int,
-    dtype: Any,
-    precision: Any = None,
-    out_sharding: Any = None,
-    kernel: bool | None = None,
-    arithmetic: str | None = None,
-) -> jax.Array:
-    """y of shape (*batch, *rows, n) for x of shape (*batch, *rows, k), where w has the shape (*batch, two axes)."""
-    batch, k = w.shape[:-2], w.shape[contract]
-    if w.transposed or x.shape[: len(batch)] != batch or x.shape[-1] != k or x.ndim <= len(batch):
+def matmul(product: Product, *, kernel: bool | None = None) -> jax.Array:
+    """Multiply; `kernel` says whether in a fused kernel, None leaves it to the setting or the array."""
+    x, w, batch = product.x, product.w, product.batch
+    if w.transposed or x.shape[: len(batch)] != batch or x.shape[-1] != product.k or x.ndim <= len(batch):
         raise ValueError(
-            f"matmul: x of shape {x.shape} does not fit w of shape {w.shape} contracted along axis {contract}."
+            f"matmul: x of shape {x.shape} does not fit w of shape {w.shape} contracted along axis {product.contract}."
         )
-    parts, tree = jax.tree.flatten(w)
-    operands = match_varying([x, *parts])
-    # The nearest to the call decides: the call itself, the setting around it, the array.
-    fused: bool = first(kernel, use_kernel.value, w.use_kernel)
-    arithmetic = first(arithmetic, compute.value, w.compute)
-    params = {
-        "contract": contract,
-        "dtype": jnp.dtype(dtype),
-        "precision": precision,
-        "out_sharding": out_sharding,
-        "arithmetic": arithmetic,
-    }
-    kernels = find_kernels("matmul", x, w, **params) if fused else {}
-    program = _program.trace(*operands, tree=tree, kernels=tuple(kernels.items()), **params).jaxpr
-    return matmul_p.bind(*operands, tree=tree, program=program, kernel=fused, **params)
+    fused: bool = nearest(kernel, use_kernel.value, w.use_kernel)
+    arithmetic = nearest(product.arithmetic, compute.value, w.compute)
+    product = replace(product, dtype=jnp.dtype(product.dtype), arithmetic=arithmetic)
+    leaves, tree = jax.tree.flatten(product)
+    leaves = match_varying(leaves)
+    kernels = find_kernels("matmul", product) if fused else {}
+    program = _program.trace(jax.tree.unflatten(tree, leaves), kernels=tuple(kernels.items())).jaxpr
+    return matmul_p.bind(*leaves, tree=tree, program=program, kernel=fused)
 
 
-# A compiled function remembers its traces, so a product of the same kind is not traced again.
-@partial(jax.jit, static_argnames=("tree", "kernels", *_STATIC))
-def _program(x: jax.Array, *parts: jax.Array, tree: Any, kernels: Any, dtype: Any, **params: Any) -> jax.Array:
-    w = jax.tree.unflatten(tree, parts)
+# A compiled function caches its traces, so a product of the same kind is traced once.
+@partial(jax.jit, static_argnames="kernels")
+def _program(product: Product, *, kernels: Any) -> jax.Array:
     if not kernels:
-        return reference.matmul(x, w, dtype=dtype, **params)
-    # Scales in 8 bits know their place in the whole matrix, which a piece of it does not.
-    w = w if devices_in_use() == 1 else w.plain()
-    multiply = partial(by_platform, dict(kernels), reference.matmul, **params | {"out_sharding": None})
-    product = Product(multiply, x, w, params["contract"], dtype)
-
-    def like(x: jax.Array, *parts: jax.Array) -> jax.Array:
-        return reference.matmul(x, jax.tree.unflatten(product.tree, parts), dtype=dtype, **params)
-
-    return over_devices(product, x, *jax.tree.leaves(w), like=like)
+        return reference.matmul(product)
+    # Scales in 8 bits depend on their position in the whole matrix, which a shard does not know.
+    if devices_in_use(*jax.tree.leaves(product)) > 1:
+        product = replace(product, w=product.w.plain())
+    leaves, tree = jax.tree.flatten(product)
+    sharded = ShardedProduct(partial(by_platform, dict(kernels), reference.matmul), product)
+    return over_devices(sharded, *leaves, like=lambda *leaves: reference.matmul(jax.tree.unflatten(tree, leaves)))
 
 
 @matmul_p.def_abstract_eval
-def _(*operands: Any, program: Any, **params: Any) -> Any:
+def _(*leaves: Any, program: Any, **params: Any) -> Any:
     return program.out_avals[0]
 
 
-def _run_program(*operands: Any, program: Any, **params: Any) -> Any:
-    return jaxpr_as_fun(program)(*operands)[0]
+def _run_program(*leaves: Any, program: Any, **params: Any) -> Any:
+    return jaxpr_as_fun(program)(*leaves)[0]
 
 
-# Compiled once for each kind of operands; the parameters without the program say all.
-_compiled = partial(jax.jit, static_argnames=("kernel", *_STATIC))(matmul)
+# Compiled once for each kind of operands: the description and `kernel` determine the program.
+_compiled = partial(jax.jit, static_argnames="kernel")(matmul)
 
 
 @matmul_p.def_impl
-def _(x: Any, *parts: Any, tree: Any, program: Any, **params: Any) -> Any:
-    return _compiled(x, jax.tree.unflatten(tree, parts), **params)
+def _(*leaves: Any, tree: Any, program: Any, kernel: bool) -> Any:
+    return _compiled(jax.tree.unflatten(tree, leaves), kernel=kernel)
 
 
 mlir.register_lowering(matmul_p, mlir.lower_fun(_run_program, multiple_results=False))
 
 
-def _jvp(primals: Any, tangents: Any, *, tree: Any, program: Any, **params: Any) -> Any:
-    x, *parts = primals
-    w = jax.tree.unflatten(tree, parts)
-    y = matmul(x, w, **params)
-    exact: dict[str, Any] = {**params, "arithmetic": "exact"}
-    # The parts of w are constants, whatever tangent they carry.
+def _jvp(primals: Any, tangents: Any, *, tree: Any, program: Any, kernel: bool) -> Any:
+    product: Product = jax.tree.unflatten(tree, primals)
+    y = matmul(product, kernel=kernel)
+    # The components of w are constants, whatever tangent they carry.
     if type(tangents[0]) is ad.Zero:
         return y, ad.Zero(jax.typeof(y).to_tangent_aval())
-    return y, matmul(tangents[0], w, **exact)
+    return y, matmul(replace(product, x=tangents[0], arithmetic="exact"), kernel=kernel)
 
 
-def _transpose(cotangent: Any, x: Any, *parts: Any, tree: Any, program: Any, contract: int, **params: Any) -> Any:
+def _transpose(cotangent: Any, *leaves: Any, tree: Any, program: Any, kernel: bool) -> Any:
+    constants = [None] * (len(leaves) - 1)
     if type(cotangent) is ad.Zero:
-        return [None] * (1 + len(parts))
-    params |= {"dtype": x.aval.dtype, "arithmetic": "exact"}
-    if params["out_sharding"] is not None or explicit_axes(x.aval):
-        params |= {"out_sharding": x.aval.sharding}
-    w = jax.tree.unflatten(tree, parts)
-    return [matmul(cotangent, w, contract=-3 - contract, **params), *[None] * len(parts)]
+        return [None, *constants]
+    product: Product = jax.tree.unflatten(tree, leaves)
+    x: Any = product.x
+    given = product.out_sharding is not None or explicit_axes(x.aval)
+    back = replace(
+        product,
+        x=cotangent,
+        contract=-3 - product.contract,
+        dtype=x.aval.dtype,
+        out_sharding=x.aval.sharding if given else None,
+        arithmetic="exact",
+    )
+    return [matmul(back, kernel=kernel), *constants]
 
 
-def _batched(operands: Any, dims: Any, *, tree: Any, program: Any, out_sharding: Any, **params: Any) -> Any:
-    x, *parts = operands
-    x_dim, *part_dims = dims
-    # A sharding asked for speaks of axes without the mapped one; with it, JAX infers.
-    del out_sharding
-    w = jax.tree.unflatten(tree, parts)
-    if all(d is None for d in part_dims):
-        row = w.ndim - 2  # the mapped axis becomes rows of x, after the batch
-        return matmul(jnp.moveaxis(x, x_dim, row), w, **params), row
-    size = next(o.shape[d] for o, d in zip(operands, dims, strict=True) if d is not None)
+def _batched(leaves: Any, dims: Any, *, tree: Any, program: Any, kernel: bool) -> Any:
+    product: Product = jax.tree.unflatten(tree, leaves)
+    mapped: Product = jax.tree.unflatten(tree, dims)
+    # A sharding that was asked for does not have the mapped axis; JAX infers the one that does.
+    product = replace(product, out_sharding=None)
+    x, w = product.x, product.w
+    if all(d is None for d in dims[1:]):
+        row = w.ndim - 2  # the mapped axis becomes the first of the rows of x
+        x = jnp.moveaxis(x, dims[0], row)
+        return matmul(replace(product, x=x), kernel=kernel), row
+    size = next(leaf.shape[d] for leaf, d in zip(leaves, dims, strict=True) if d is not None)
     front = partial(batching.bdim_at_front, size=size)
-    w_dims = jax.tree.unflatten(tree, part_dims)
-    if w.index is not None and all(d is None for d in w_dims.parts().values()):
+    components, w_tree = jax.tree.flatten(w)
+    if w.index is not None and all(d is None for d in mapped.w.parts().values()):
         # Another layer of the same stack for each: one more axis of the index.
-        w = w.replace(index=front(w.index, w_dims.index))
+        w = w.replace(index=front(w.index, mapped.w.index))
     elif w.index is not None:
-        w = jax.vmap(lambda *parts: jax.tree.unflatten(tree, parts).resolved(), part_dims)(*parts)
+        resolved = jax.vmap(lambda *components: jax.tree.unflatten(w_tree, components).resolved(), dims[1:])
+        w = resolved(*components)
     else:
-        w = jax.tree.unflatten(tree, list(map(front, parts, part_dims)))
-    return matmul(front(x, x_dim), w, **params), 0
+        w = jax.tree.unflatten(w_tree, list(map(front, components, dims[1:])))
+    return matmul(replace(product, x=front(x, dims[0]), w=w), kernel=kernel), 0
 
 
 ad.primitive_jvps[matmul_p] = _jvp

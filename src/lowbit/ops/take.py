@@ -11,21 +11,21 @@ from lowbit.formats._quantized import QuantizedArray
 from lowbit.kernels import reference
 from lowbit.kernels._table import find_kernels, use_kernel
 
-from .choice import by_platform, first
-from .pieces import Rows, devices_in_use, over_devices
+from .choice import by_platform, nearest
+from .partition import ShardedRows, devices_in_use, over_devices
 
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
-    """The rows of a matrix as stored, for row numbers of shape (..., 1) that are all inside of it."""
-    kernels = find_kernels("take", w, rows) if first(use_kernel.value, w.use_kernel) else {}
+    """Decode rows of a matrix as stored, for row numbers of shape (..., 1) that are all in range."""
+    kernels = find_kernels("take", w, rows) if nearest(use_kernel.value, w.use_kernel) else {}
     look_up = partial(by_platform, kernels, reference.take)
 
     @custom_vmap
     def call(w: QuantizedArray, rows: jax.Array) -> jax.Array:
-        # Scales in 8 bits know their place in the whole matrix, which a piece of it does not.
-        w = w if devices_in_use() == 1 else w.plain()
-        like = Rows(reference.take, w, rows)
-        return over_devices(Rows(look_up, w, rows), rows, *jax.tree.leaves(w), like=like)
+        # Scales in 8 bits depend on their position in the whole matrix, which a shard does not know.
+        w = w if devices_in_use(rows, *jax.tree.leaves(w)) == 1 else w.plain()
+        like = ShardedRows(reference.take, w, rows)
+        return over_devices(ShardedRows(look_up, w, rows), rows, *jax.tree.leaves(w), like=like)
 
     @call.def_vmap
     def _(size: int, mapped: Any, w: QuantizedArray, rows: jax.Array) -> tuple[jax.Array, bool]:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lowbit.formats._blocks import span_of
 from lowbit.formats._quantized import QuantizedArray
+from lowbit.kernels._product import Product
 from lowbit.ops.matmul import matmul
 from lowbit.runtime import register
 
@@ -84,7 +85,7 @@ def _product(
         spec = [*out_sharding.spec, *[None] * (len(order) - len(out_sharding.spec))]
         spec = [spec[order.index(i)] for i in range(len(order))] + [None] * (1 - len(w_free))
         out_sharding = NamedSharding(out_sharding.mesh, PartitionSpec(*spec))
-    y = matmul(rows, matrix, contract=contract, dtype=dtype, precision=precision, out_sharding=out_sharding)
+    y = matmul(Product(rows, matrix, contract, dtype, precision, out_sharding))
     if len(w_free) != 1:
         y = y.reshape(*y.shape[:-1], *free_shape)
     return lax.transpose(y, order)

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -331,29 +332,53 @@ def mesh_in_context() -> Any:
     return None if mesh is None or mesh.empty else mesh
 
 
-def device_kind() -> str:
-    """What a program is traced for: the device of the mesh around, or the default one."""
-    # 0.7 knows no devices of an abstract mesh.
-    device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (device or jax.devices()[0]).device_kind
+def meshes_of(*values: Any) -> list[Any]:
+    """The meshes that a program is traced for: those on which values lie, and the one around."""
+    types: list[Any] = [jax.typeof(value) for value in values]
+    return [*(type.sharding.mesh for type in types), jax.sharding.get_abstract_mesh()]
+
+
+def device_kind(*values: Any) -> str:
+    """What a program is traced for: the device of a mesh on which values lie or of the one around, or the default."""
+    found = next((mesh.abstract_device for mesh in meshes_of(*values) if mesh.abstract_device is not None), None)
+    return (found or jax.devices()[0]).device_kind
+
+
+class Device(NamedTuple):
+    """What a kernel needs to know of the device that it is compiled for."""
+
+    kind: str
+    platform: str
+    cores: int | None = None
+
+
+def device_of(ctx: Any, platform: str) -> Device | None:
+    """The device that a program is lowered for: that of the mesh around, or of the backend that compiles it.
+
+    None if both are of another platform, as for a program that is exported.
+    """
+    around: Any = jax.sharding.get_abstract_mesh()
+    # Pallas knows GPUs by their name, and a GPU that is only described for the compiler may have any.
+    backend = ctx.module_context.backend if platform == "tpu" else None
+    for device in (around.abstract_device, (backend or jax).devices()[0]):
+        kind = getattr(device, "device_kind", "cpu")
+        if kind != "cpu" and kind.startswith("TPU") == (platform == "tpu"):
+            return Device(kind, "tpu" if platform == "tpu" else "gpu", getattr(device, "num_cores", None))
+    return None
 
 
 @contextmanager
-def some_gpu() -> Iterator[None]:
-    """Lower for a GPU also where there is none, as for a program that is exported."""
-    # From 0.12 on Pallas asks for the device. An A100 has what every GPU has that its Triton backend serves.
-    kind: Any = getattr(jax.sharding, "AbstractDevice", None)
+def lowering_for(device: Device) -> Iterator[None]:
+    """Tell Pallas for which device it lowers; it would ask the mesh around, or the default device."""
+    # The platform is a field from 0.10 on.
+    values = {"device_kind": device.kind, "num_cores": device.cores, "platform": device.platform}
+    known = {field.name: values[field.name] for field in fields(jax.sharding.AbstractDevice)}
     mesh: Any = jax.sharding.get_abstract_mesh()
-    known = getattr(getattr(mesh, "abstract_device", None), "platform", jax.default_backend())
-    if kind is None or known in ("gpu", "cuda", "rocm"):
-        yield
-        return
-    device = kind(device_kind="NVIDIA A100", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=jax.sharding.AbstractDevice(**known))):
         yield
 
 
-def can_cut_calls() -> bool:
-    """Whether the compiler asks how a call is cut over devices."""
+def can_partition_calls(*values: Any) -> bool:
+    """Whether the compiler asks how a call on these values is partitioned over devices."""
     # That of TPU does not (jax-ml/jax#38196, open at 0.10).
-    return not device_kind().startswith("TPU")
+    return not device_kind(*values).startswith("TPU")

@@ -1,13 +1,13 @@
-"""Operations over several devices: each runs the operation on its own piece of what is stored.
+"""Operations over several devices: each device runs the operation on its own shards of the components.
 
 The compiler cannot look into a kernel, and left to itself it would move codes and scales one by one. So an operation
-says which axes of its operands are one and the same, and what to do where an axis is cut that it sums over.
+says which axes of its operands correspond, and what to do where the axis that it sums over is sharded.
 """
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,54 +22,56 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lowbit.formats._blocks import WHOLE, span_of
 from lowbit.formats._quantized import QuantizedArray
 from lowbit.formats._sharding import explicit_axes
-from lowbit.runtime._compat import can_cut_calls, device_kind
+from lowbit.kernels._lazy import warn_not_partitioned
+from lowbit.kernels._product import Product
+from lowbit.runtime._compat import can_partition_calls, device_kind, meshes_of
 
 Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names
 
 
-class Pieces(Protocol):
-    """An operation that can be cut."""
+class Sharded(Protocol):
+    """An operation that can be partitioned over devices."""
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
-        """The operation on what one device has."""
+        """Run the operation on the shards of one device."""
         ...
 
     def rule(self) -> tuple[str, dict[str, Any]]:
-        """Which axes are one and the same, in the notation of Shardy, and the sizes of those it cannot see."""
+        """The sharding rule in Shardy's notation, and the sizes of factors that it cannot infer."""
         ...
 
-    def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
-        """How the operands must lie for it, how the result does then, and what each device runs."""
+    def partition(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
+        """The shardings that the operands must have, that of the result, and what each device runs."""
         ...
 
 
-def devices_in_use() -> int:
-    """How many devices a program may run on: those that are here, or those of the mesh that it is traced for."""
-    return max(jax.device_count(), jax.sharding.get_abstract_mesh().size)
+def devices_in_use(*operands: jax.Array) -> int:
+    """How many devices a program may run on: all that JAX has, or those of a mesh that it is traced for."""
+    return max(jax.device_count(), *(mesh.size for mesh in meshes_of(*operands)))
 
 
-def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
-    """The operation, each device on its own piece. `like` is the same in operations that JAX can cut by itself."""
+def over_devices(operation: Sharded, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
+    """Run the operation on each device's shards. `like` is the same in operations that JAX partitions by itself."""
     kinds = {kind for type in map(jax.typeof, operands) for kind in type.sharding.mesh.axis_types}
-    if devices_in_use() == 1 or kinds == {AxisType.Manual}:  # in shard_map the operands are a device's own
+    if devices_in_use(*operands) == 1 or kinds == {AxisType.Manual}:  # the operands are shards already
         return operation(*operands)
     explicit = explicit_axes(*map(jax.typeof, operands))
-    # In a shard_map over some axes of the mesh JAX knows no call that is cut.
+    # In a shard_map over some axes of the mesh JAX has no custom partitioning.
     if AxisType.Manual in kinds:
         return like(*operands)
-    if not can_cut_calls():
+    if not can_partition_calls(*operands):
         return (_by_types if kinds == {AxisType.Explicit} else _on_one)(operation, *operands, like=like)
-    # Compiled for itself, since what is cut may not hold constants, and the reference of a format may.
+    # In a jit of its own: a partitioned call may not have constants, and the reference of a format may.
     call = custom_partitioning(jax.jit(lambda *operands: operation(*operands)))
     rule, sizes = operation.rule()
 
     def partition(mesh: Mesh, operands: Any, result: Any) -> Any:
-        shardings, out, on_each_device = operation.cut(mesh, operands)
+        shardings, out, on_each_device = operation.partition(mesh, operands)
         return mesh, _without_mesh(on_each_device), out, shardings
 
     call.def_partition(
         partition=partition,
-        infer_sharding_from_operands=lambda mesh, operands, result: operation.cut(mesh, operands)[1],
+        infer_sharding_from_operands=lambda mesh, operands, result: operation.partition(mesh, operands)[1],
         sharding_rule=rule,
         **sizes,
     )
@@ -80,12 +82,12 @@ def over_devices(operation: Pieces, *operands: jax.Array, like: Callable[..., ja
 
 
 def _type_of(like: Callable[..., jax.Array], *operands: jax.Array) -> Any:
-    """The type of a result. Where shardings are in types, it has the one that JAX's own operations give it."""
+    """The type of a result, with the sharding that JAX's own operations give it on explicit axes."""
     return jax.make_jaxpr(like)(*operands).out_avals[0]
 
 
 def _without_mesh(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`fn` for one device. Arrays that it makes would else have shardings over the mesh around in their types."""
+    """`fn` for one device: arrays that it creates have no sharding over the mesh around."""
 
     def call(*operands: jax.Array) -> jax.Array:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -94,11 +96,11 @@ def _without_mesh(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return call
 
 
-def _by_types(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
-    """The same where all shardings are types, so that they are known before the compiler is asked."""
+def _by_types(operation: Sharded, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
+    """The same on explicit axes only, where shardings are types and known before compilation."""
     types: Any = [jax.typeof(operand) for operand in operands]
     mesh = next(type.sharding.mesh for type in types if not type.sharding.mesh.empty)
-    shardings, out, on_each_device = operation.cut(mesh, types)
+    shardings, out, on_each_device = operation.partition(mesh, types)
     operands = tuple(jax.sharding.reshard(x, sharding) for x, sharding in zip(operands, shardings, strict=True))
     specs = tuple(sharding.spec for sharding in shardings)
     y = jax.shard_map(on_each_device, mesh=mesh, in_specs=specs, out_specs=out.spec, check_vma=False)(*operands)
@@ -108,10 +110,10 @@ def _by_types(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.A
 _on_one_p = Primitive("lowbit_on_one_device")
 
 
-def _on_one(operation: Pieces, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
-    """The operation if the program turns out to be one for a single device, which is known when it is lowered."""
+def _on_one(operation: Sharded, *operands: jax.Array, like: Callable[..., jax.Array]) -> jax.Array:
+    """The operation if the program is lowered for a single device, else `like`."""
     one, many = (jax.make_jaxpr(fn)(*operands) for fn in (operation, like))
-    return _on_one_p.bind(*operands, one=one, many=many)
+    return _on_one_p.bind(*operands, one=one, many=many, kind=device_kind(*operands))
 
 
 @_on_one_p.def_abstract_eval
@@ -120,20 +122,15 @@ def _(*operands: Any, many: Any, **params: Any) -> Any:
 
 
 @partial(mlir.register_lowering, _on_one_p)
-def _(ctx: Any, *operands: Any, one: Any, many: Any) -> Any:
+def _(ctx: Any, *operands: Any, one: Any, many: Any, kind: str) -> Any:
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if devices > 1:
-        warnings.warn(
-            f"A product of a low-bit array was compiled for {devices} {device_kind()} with automatic axes, where "
-            "JAX cannot cut a kernel: each device decodes its piece. Use explicit axes or shard_map.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_not_partitioned(devices, kind)
     return mlir.lower_fun(jaxpr_as_fun(one if devices == 1 else many), multiple_results=True)(ctx, *operands)
 
 
 def entries(operand: Any) -> list[Entry]:
-    """How each axis of an operand is cut."""
+    """The mesh axes over which each axis of an operand is sharded."""
     spec = getattr(operand.sharding, "spec", ())
     return [*spec, *[None] * (len(operand.shape) - len(spec))]
 
@@ -142,33 +139,36 @@ def names_in(entry: Entry) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-class Taken:
-    """Mesh axes that are taken: an axis cuts one axis of the operation, and only into whole pieces."""
+class MeshAxes:
+    """The mesh axes in use: each shards one axis of the operation, and evenly."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.names = mesh, set[str]()
 
     def take(self, entry: Entry, counts: Sequence[int]) -> Entry:
         names = names_in(entry)
-        pieces = math.prod(self.mesh.shape[name] for name in names)
-        if not names or self.names & set(names) or any(count % pieces for count in counts):
+        shards = math.prod(self.mesh.shape[name] for name in names)
+        if not names or self.names & set(names) or any(count % shards for count in counts):
             return None
         self.names.update(names)
         return entry
 
     def stored(self, w: QuantizedArray, axis: int, entry: Entry) -> Entry:
-        """An axis of a stored array, of which no block and no byte is cut."""
+        """The same for an axis of a stored array; a shard has whole blocks and bytes."""
         spans = w.part_spans()
-        return self.take(entry, [getattr(w, part).shape[axis] for part in spans if span_of(spans[part], axis) != WHOLE])
+        return self.take(
+            entry,
+            [getattr(w, component).shape[axis] for component in spans if span_of(spans[component], axis) != WHOLE],
+        )
 
     def place(self, *spec: Entry) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
 
 class Factors:
-    """The names of axes in a rule of Shardy.
+    """The names of factors in a Shardy rule.
 
-    The codes say how an array is cut, and the other parts follow: each of their axes is one of its own in the rule.
+    The sharding of the codes decides, and the other components follow: each of their axes is a factor of its own.
     """
 
     def __init__(self) -> None:
@@ -179,36 +179,37 @@ class Factors:
         return list(itertools.islice(self.names, count))
 
     def axis(self, w: QuantizedArray, axis: int) -> tuple[str, str]:
-        """An axis as the codes have it, and as the array has it: bytes, and bytes times the codes in a byte."""
+        """The factors of an axis of the codes and of the same axis of the array, which counts codes, not bytes."""
         (stored,) = self.new(1)
         packing = span_of(w.part_spans()["codes"], axis)
         if packing == 1:
             return stored, stored
         (inner,) = self.new(1)
         if w.stored_shape[axis] % packing or w.stored_shape[axis] == packing:
-            return stored, inner  # the last byte, or the only one, belongs to one device, and so does the axis
+            return stored, inner  # the last byte is not full, or there is one byte only: the axis is not sharded
         self.sizes[inner] = packing
         return stored, f"({stored} {inner})"
 
-    def parts(self, w: QuantizedArray, codes: Sequence[str], index: Sequence[str] = ()) -> list[str]:
-        """The parts of an array whose codes have these axes."""
+    def components(self, w: QuantizedArray, codes: Sequence[str], index: Sequence[str] = ()) -> list[str]:
+        """The factors of each component of an array whose codes have these."""
 
-        def part(part: Any, _: Any) -> str:
-            return " ".join(codes if part is w.codes else self.new(len(part.shape)))
+        def named(component: Any, _: Any) -> str:
+            return " ".join(codes if component is w.codes else self.new(len(component.shape)))
 
-        return jax.tree.leaves(w.map_parts(part, index=None if w.index is None else " ".join(index)))
+        return jax.tree.leaves(w.map_parts(named, index=None if w.index is None else " ".join(index)))
 
 
-class Product:
-    """y[*batch, *rows, n] = sum_k x[*batch, *rows, k] * w[*batch, k, n], or w[*batch, n, k] for contract = -1."""
+class ShardedProduct:
+    """A product of x and w, each device with its rows of x and its shard of w."""
 
-    def __init__(self, multiply: Callable[..., jax.Array], x: jax.Array, w: QuantizedArray, contract: int, dtype: Any):
-        self.multiply, self.contract, self.dtype = multiply, contract, dtype
-        self.tree = jax.tree.structure(w)
-        self.x, self.w = jax.eval_shape(lambda x, w: (x, w), x, w)
+    def __init__(self, multiply: Callable[[Product], jax.Array], product: Product):
+        self.multiply, self.contract, self.dtype = multiply, product.contract, product.dtype
+        described: Product = jax.eval_shape(lambda product: product, replace(product, out_sharding=None))
+        self.tree = jax.tree.structure(described)
+        self.x, self.w = described.x, described.w
 
-    def __call__(self, x: jax.Array, *parts: jax.Array) -> jax.Array:
-        return self.multiply(x, jax.tree.unflatten(self.tree, parts), dtype=self.dtype)
+    def __call__(self, *leaves: jax.Array) -> jax.Array:
+        return self.multiply(jax.tree.unflatten(self.tree, leaves))
 
     def rule(self) -> tuple[str, dict[str, Any]]:
         factors = Factors()
@@ -217,17 +218,17 @@ class Product:
         lead = factors.new(len(self.w.stored_shape) - 2 - layers)
         rows = factors.new(len(self.x.shape) - len(index) - len(lead) - 1)
         stack = factors.new(layers)
-        # What is summed over is not tied to the weight: a batch over the same devices as the weight should stay one.
+        # The summed axes of x and w are separate factors: a batch sharded over the devices of the weight stays so.
         k, summed = factors.new(2)
         stored, n = factors.axis(self.w, -3 - self.contract)
         matrix = [stored, summed] if self.contract == -1 else [summed, stored]
-        parts = factors.parts(self.w, [*stack, *lead, *matrix], index)
-        operands = [" ".join([*index, *lead, *rows, k]), *parts]
+        components = factors.components(self.w, [*stack, *lead, *matrix], index)
+        operands = [" ".join([*index, *lead, *rows, k]), *components]
         return ", ".join(operands) + " -> " + " ".join([*index, *lead, *rows, n]), factors.sizes
 
-    def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
-        """Rows stay where they are, and the weight too. Cut over the same devices, its layer is gathered."""
-        w, stays, moves = self.w, Taken(mesh), Taken(mesh)
+    def partition(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
+        """Rows and weight stay where they are. Where both are sharded over the same devices, a layer is gathered."""
+        w, stays, moves = self.w, MeshAxes(mesh), MeshAxes(mesh)
         x, codes = entries(operands[0]), entries(operands[1])
         batch, layers = len(w.shape) - 2, 0 if w.index is None else 1
         rows = [moves.take(x[axis], [self.x.shape[axis]]) for axis in range(batch, len(self.x.shape) - 1)]
@@ -239,67 +240,67 @@ class Product:
         gathered = {axis: names_in(held[axis]) for axis in axes if held[axis] != used[axis]}
         summed = names_in(used[self.contract])
 
-        def whole(part: jax.Array, spans: tuple[int, ...]) -> jax.Array:
+        def gather(component: jax.Array, spans: tuple[int, ...]) -> jax.Array:
             for axis, names in gathered.items():
                 if span_of(spans, axis) != WHOLE:
-                    part = lax.all_gather(part, names, axis=part.ndim + axis, tiled=True)
-            return part
+                    component = lax.all_gather(component, names, axis=component.ndim + axis, tiled=True)
+            return component
 
-        def on_each_device(x: jax.Array, *parts: jax.Array) -> jax.Array:
-            array: QuantizedArray = jax.tree.unflatten(self.tree, parts)
+        def on_each_device(*leaves: jax.Array) -> jax.Array:
+            product: Product = jax.tree.unflatten(self.tree, leaves)
             if gathered:
-                array = array.resolved().map_parts(whole)
+                product = replace(product, w=product.w.resolved().map_parts(gather))
             if not summed:
-                return self.multiply(x, array, dtype=self.dtype)
-            y = self.multiply(x, array, dtype=jnp.promote_types(self.dtype, jnp.float32))
+                return self.multiply(product)
+            y = self.multiply(replace(product, dtype=jnp.promote_types(self.dtype, jnp.float32)))
             return lax.psum(y, summed).astype(self.dtype)
 
-        def part(_: Any, spans: tuple[int, ...]) -> NamedSharding:
+        def place(_: Any, spans: tuple[int, ...]) -> NamedSharding:
             own = (None if span_of(spans, axis) == WHOLE else held[axis] for axis in axes)
             return stays.place(*[None] * layers, *own)
 
         lead = [used[axis] for axis in axes[:-2]]
-        parts = w.map_parts(part, index=None if w.index is None else moves.place(*index))
-        shardings = (moves.place(*index, *lead, *rows, used[self.contract]), *jax.tree.leaves(parts))
+        components = w.map_parts(place, index=None if w.index is None else moves.place(*index))
+        shardings = (moves.place(*index, *lead, *rows, used[self.contract]), *jax.tree.leaves(components))
         return shardings, moves.place(*index, *lead, *rows, used[-3 - self.contract]), on_each_device
 
 
-class Rows:
-    """Rows of a stored matrix, for row numbers of shape (..., 1)."""
+class ShardedRows:
+    """Rows of a stored matrix, for row numbers of shape (..., 1); each device has its shard of the matrix."""
 
     def __init__(self, look_up: Callable[..., jax.Array], w: QuantizedArray, rows: jax.Array):
         self.look_up = look_up
         self.tree = jax.tree.structure(w)
         self.w, self.rows = jax.eval_shape(lambda w, rows: (w, rows), w, rows)
 
-    def __call__(self, rows: jax.Array, *parts: jax.Array) -> jax.Array:
-        return self.look_up(jax.tree.unflatten(self.tree, parts), rows)
+    def __call__(self, rows: jax.Array, *components: jax.Array) -> jax.Array:
+        return self.look_up(jax.tree.unflatten(self.tree, components), rows)
 
     def rule(self) -> tuple[str, dict[str, Any]]:
         factors = Factors()
         lead, (one, row) = factors.new(len(self.rows.shape) - 1), factors.new(2)
         stored, column = factors.axis(self.w, -1)
-        operands = [" ".join([*lead, one]), *factors.parts(self.w, [row, stored])]
+        operands = [" ".join([*lead, one]), *factors.components(self.w, [row, stored])]
         return ", ".join(operands) + " -> " + " ".join([*lead, column]), factors.sizes
 
-    def cut(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
-        """The matrix stays where it is; each device looks up the rows that it has, and they are added up."""
-        w, taken = self.w, Taken(mesh)
+    def partition(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
+        """The matrix stays where it is; each device looks up the rows that it holds, and the results are summed."""
+        w, axes = self.w, MeshAxes(mesh)
         codes, rows = entries(operands[1]), entries(operands[0])
-        matrix = {axis: taken.stored(w, axis, codes[axis]) for axis in (-2, -1)}
-        lead = [taken.take(rows[axis], [self.rows.shape[axis]]) for axis in range(len(self.rows.shape) - 1)]
+        matrix = {axis: axes.stored(w, axis, codes[axis]) for axis in (-2, -1)}
+        lead = [axes.take(rows[axis], [self.rows.shape[axis]]) for axis in range(len(self.rows.shape) - 1)]
         holders = names_in(matrix[-2])
         held = w.stored_shape[-2] // math.prod(mesh.shape[name] for name in holders)
 
-        def on_each_device(rows: jax.Array, *parts: jax.Array) -> jax.Array:
+        def on_each_device(rows: jax.Array, *components: jax.Array) -> jax.Array:
             if not holders:
-                return self(rows, *parts)
+                return self(rows, *components)
             here = rows - lax.axis_index(holders) * held
-            found = self(jnp.clip(here, 0, held - 1), *parts)
+            found = self(jnp.clip(here, 0, held - 1), *components)
             return lax.psum(jnp.where((here >= 0) & (here < held), found, 0), holders)
 
-        def part(_: Any, spans: tuple[int, ...]) -> NamedSharding:
-            return taken.place(*(None if span_of(spans, axis) == WHOLE else matrix[axis] for axis in (-2, -1)))
+        def place(_: Any, spans: tuple[int, ...]) -> NamedSharding:
+            return axes.place(*(None if span_of(spans, axis) == WHOLE else matrix[axis] for axis in (-2, -1)))
 
-        shardings = (taken.place(*lead, None), *jax.tree.leaves(w.map_parts(part)))
-        return shardings, taken.place(*lead, matrix[-1]), on_each_device
+        shardings = (axes.place(*lead, None), *jax.tree.leaves(w.map_parts(place)))
+        return shardings, axes.place(*lead, matrix[-1]), on_each_device

@@ -1,0 +1,195 @@
+// Any product in float32: a slab of the matrix is decoded into a panel, which is multiplied by many rows of x.
+#ifndef LOWBIT_EXACT_PANEL_H_
+#define LOWBIT_EXACT_PANEL_H_
+
+#include "matmul_common.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+constexpr int kTileLanes = kTileVectors * kLanes;
+constexpr int64_t kPanelDepth = kLanes == 16 ? 128 : 256;  // of k: the part of a panel as wide as a tile stays in L1
+
+// tile[r, :] = sum over k of a[r * a_row + k * a_step] * b[k, :]; not inlined, so that all sums stay in registers.
+template <int kRows, int kWidth>
+__attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step,
+                                             const float* b, float* tile) {
+  F acc[kRows][kWidth];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kWidth; ++i) acc[r][i] = zero();
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    F v[kWidth];
+    for (int i = 0; i < kWidth; ++i) v[i] = load(b + k * kWidth * kLanes + i * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const F factor = broadcast(a[r * a_row + k * a_step]);
+      for (int i = 0; i < kWidth; ++i) acc[r][i] = fma(v[i], factor, acc[r][i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kWidth; ++i) store(tile + r * kWidth * kLanes + i * kLanes, acc[r][i]);
+  }
+}
+
+// The scaled values of a line of `rows` stored rows, in the decoder's order: vector i of row r goes to
+// out + r * row_step + vector_at[i].
+template <typename D>
+LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, int64_t rows, int64_t column,
+                                float* out, int64_t row_step, const int64_t vector_at[kVectors]) {
+  const bool whole = column + kLine <= w.w.columns;
+  const int64_t offset = column / D::kPerByte;
+  const int64_t scale_col = column / w.w.col_span;
+  const bool one_scale = scale_col == (min(column + kLine, w.w.columns) - 1) / w.w.col_span;
+  int64_t scale_row = row / w.w.row_span - 1, scaled_until = row;
+  F s[kVectors] = {};
+  for (int64_t r = row; r < row + rows; ++r) {
+    if (r == scaled_until) {
+      scaled_until = (++scale_row + 1) * w.w.row_span;
+      if (one_scale) {
+        for (int i = 0; i < kVectors; ++i) s[i] = broadcast(w.scale(scale_row, scale_col));
+      } else {
+        line_scales<D>(w, scale_row, column, s);
+      }
+    }
+    const uint8_t* bytes = w.row(r) + offset;
+    F v[kVectors];
+    if (whole) {
+      prefetch(bytes + 64);
+      decoder.decode(bytes, v);
+    } else {
+      decoder.decode(PaddedLine<D>(bytes, w.w.columns - column).bytes, v);
+    }
+    for (int i = 0; i < kVectors; ++i) store(out + (r - row) * row_step + vector_at[i], v[i] * s[i]);
+  }
+}
+
+// First stored axis contracted: the panel is (k, columns), x is packed by tiles of rows as (slab, tile, k, row).
+template <typename D>
+bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
+                        const Parallel& parallel) {
+  const int64_t tiles = ceil_div(p.m, kTileRows);
+  const auto tile_begin = [&](int64_t tile) { return p.m * tile / tiles; };
+  float* packed = buffer<float>(Scratch::call_pack, p.m * p.k);
+  if (packed == nullptr) return false;
+  parallel.each(ceil_div(p.k, kPanelDepth), [&](int64_t i) {
+    const int64_t slab = i * kPanelDepth, depth = min(kPanelDepth, p.k - slab);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
+      float* out = packed + slab * p.m + begin * depth;
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t k = 0; k < depth; ++k) out[k * rows + r] = x[(begin + r) * p.k + slab + k];
+      }
+    }
+  });
+  const int64_t lines = ceil_div(p.n, kLine);
+  const int64_t tasks = min(lines, parallel.threads() * (p.m >= 48 ? 4 : 2));
+  parallel.each(tasks, [&](int64_t t) {
+    alignas(64) float panel[kPanelDepth * kLine];
+    alignas(64) float tile_sums[kTileRows * kTileLanes];
+    // A line is one or more tiles wide.
+    int64_t vector_at[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      vector_at[i] = i / kTileVectors * (kPanelDepth * kTileLanes) + i % kTileVectors * kLanes;
+    }
+    for (int64_t slab = 0; slab < p.k; slab += kPanelDepth) {
+      const int64_t depth = min(kPanelDepth, p.k - slab);
+      for (int64_t line = lines * t / tasks; line < lines * (t + 1) / tasks; ++line) {
+        decode_lines(decoder, w, slab, depth, line * kLine, panel, kTileLanes, vector_at);
+        for (int sub = 0; sub < kVectors / kTileVectors; ++sub) {
+          const int64_t column = line * kLine + sub * kTileLanes;
+          if (column >= p.n) break;
+          for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
+            const float* a = packed + slab * p.m + begin * depth;
+            with_constant<kTileRows>(rows, [&](auto count) {
+              const float* b = panel + sub * kPanelDepth * kTileLanes;
+              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, b, tile_sums);
+            });
+            for (int64_t r = 0; r < rows; ++r) {
+              for (int i = 0; i < kTileVectors; ++i) {
+                const int64_t n = column + i * kLanes;
+                if (n >= p.n) break;
+                float* out = y + (begin + r) * p.n + n;
+                F sum = D::order(load(tile_sums + r * kTileLanes + i * kLanes));
+                const int64_t count = p.n - n;
+                if (count >= kLanes) {
+                  store(out, slab == 0 ? sum : sum + load(out));
+                } else {
+                  store(out, slab == 0 ? sum : sum + load(out, count), count);
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  });
+  return true;
+}
+
+// Last stored axis contracted: vectors run along the rows of x, packed as (slab, tile, k, row) with k in the decoder's
+// order, and each decoded value is broadcast. kWidth vectors of rows of x and kRows stored rows make a tile.
+template <int kWidth, typename D>
+bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
+                       const Parallel& parallel) {
+  constexpr int kRows = kWidth == 1 ? 12 : kTileRows * kTileVectors / kWidth;  // as many sums as registers hold
+  constexpr int64_t kStored = 48, kDepth = 128;  // stored rows and columns decoded at a time, 24 KB
+  constexpr int64_t kTile = kWidth * kLanes;
+  static_assert(kStored % kRows == 0 && kDepth % kLine == 0, "");
+  const int64_t tiles = ceil_div(p.m, kTile), width = tiles * kTile, depth = round_up(p.k, kLine);
+  float* packed = buffer<float>(Scratch::call_pack, width * depth);
+  if (packed == nullptr) return false;
+  parallel.each(ceil_div(depth, kDepth), [&](int64_t i) {
+    const int64_t slab = i * kDepth, steps = min(kDepth, depth - slab);
+    for (int64_t m = 0; m < width; ++m) {
+      float* out = packed + slab * width + m / kTile * (steps * kTile) + m % kTile;
+      for (int64_t k = 0; k < steps; k += kLanes) {
+        float v[kLanes] = {};
+        if (m < p.m && slab + k < p.k) {
+          const float* from = x + m * p.k + slab + k;
+          store(v, D::unorder(load(from, min(kLanes, p.k - slab - k))));
+        }
+        for (int lane = 0; lane < kLanes; ++lane) out[(k + lane) * kTile] = v[lane];
+      }
+    }
+  });
+  bool enough_memory = true;
+  parallel.each(ceil_div(p.n, kStored), [&](int64_t block) {
+    alignas(64) float panel[kStored * kDepth];
+    alignas(64) float tile_sums[kRows * kTile];
+    const int64_t row = block * kStored, rows = min(kStored, p.n - row);
+    float* sums = buffer<float>(Scratch::task_panel, kStored * width);
+    if (sums == nullptr) {
+      __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+      return;
+    }
+    memset(sums, 0, static_cast<size_t>(kStored * width) * 4);
+    if (rows < kStored) memset(panel, 0, sizeof(panel));  // tiles are multiplied whole
+    const int64_t vector_at[kVectors] = {0, kLanes, 2 * kLanes, 3 * kLanes};
+    for (int64_t slab = 0; slab < depth; slab += kDepth) {
+      const int64_t steps = min(kDepth, depth - slab);
+      for (int64_t k = 0; k < steps; k += kLine) {
+        decode_lines(decoder, w, row, rows, slab + k, panel + k, kDepth, vector_at);
+      }
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const float* b = packed + slab * width + tile * steps * kTile;
+        for (int64_t r = 0; r < rows; r += kRows) {
+          multiply_tile<kRows, kWidth>(steps, panel + r * kDepth, kDepth, 1, b, tile_sums);
+          for (int64_t i = 0; i < kRows; ++i) {
+            for (int64_t lane = 0; lane < kTile; lane += kLanes) {
+              float* sum = sums + (r + i) * width + tile * kTile + lane;
+              store(sum, load(sum) + load(tile_sums + i * kTile + lane));
+            }
+          }
+        }
+      }
+    }
+    for (int64_t m = 0; m < p.m; ++m) {
+      for (int64_t r = 0; r < rows; ++r) y[m * p.n + row + r] = sums[r * width + m];
+    }
+  });
+  return enough_memory;
+}
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_EXACT_PANEL_H_

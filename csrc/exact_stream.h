@@ -1,0 +1,289 @@
+// Products in float32 with few rows of x, the first stored axis contracted: each stored row, times its element of x, is
+// added to y.
+#ifndef LOWBIT_EXACT_STREAM_H_
+#define LOWBIT_EXACT_STREAM_H_
+
+#include "matmul_common.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+// Stored rows read side by side, from left to right: as many streams as memory likes. More rows of x have more sums to
+// load and store for each group; yet rows are often 4 KB apart, and L1 holds only 8 such lines.
+template <int kM>
+constexpr int64_t kGroupRows = kM == 1 ? 8 : 16;
+
+// Are the scales constant along lines of a row, or along groups of rows?
+inline bool stream_fits(const Weights& w) {
+  const bool along = w.col_span == 1 && w.row_span >= 8;
+  const bool across = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns);
+  return along || across;
+}
+
+// What the rows of a group are multiplied by: row r of it and row m of x, in block b of the columns.
+struct Factors {
+  const float* at;
+  int64_t row_step, m_step;  // from block to block it is 1
+  int64_t block_lines;
+};
+
+// Where the sums of a block of rows go: `partial` (kM, width) in the decoder's order from its first group of rows to
+// its last, which adds them to `sums` (kM, width) in the order of columns, times `scales` if there are any.
+struct Sums {
+  float* partial;
+  float* sums;
+  const float* scales;
+  int64_t width;
+  bool first, last;
+};
+
+// sums += factor * levels of `rows` stored rows, in whole lines. kRows is their number if it is a constant, else 0.
+// Not inlined: this is the loop that must keep its tables in registers.
+template <int kM, bool kAlong, int kRows, typename D>
+__attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, int64_t row_bytes, int64_t any_rows,
+                                        int64_t lines, const Factors& factors, const Sums& where) {
+  const Sums to = where;  // a copy, which the stores below can not change
+  const int64_t rows = kRows > 0 ? kRows : any_rows;
+  const int64_t row_step = kAlong ? 1 : factors.row_step, m_step = factors.m_step;
+  const float* factor = factors.at;
+  int64_t in_block = 0;
+  // Every other row may have its factor in the decoder's tables, and is added.
+  constexpr bool kTimes = D::kTimes && kM == 1 && kAlong && kRows > 0;
+  constexpr int kTables = kTimes ? kRows / 2 : 1;
+  NibbleVectors tables[kTables];
+  if constexpr (kTimes) {
+    for (int i = 0; i < kTables; ++i) tables[i] = D::times(factor[2 * i + 1]);
+  }
+  for (int64_t line = 0; line < lines; ++line) {
+    const int64_t offset = line * kLineBytes<D>;
+    if (offset % 64 < kLineBytes<D>) {
+      // The same place in the next group, or a little further on in this one.
+      int64_t ahead = kM == 1 ? rows * row_bytes : 256;
+      if (kM > 1 && offset + ahead >= row_bytes) ahead += (rows - 1) * row_bytes;
+      for (int64_t r = 0; r < rows; ++r) prefetch(bytes + r * row_bytes + offset + ahead);
+    }
+    F acc[kM][kVectors];
+    for (int m = 0; m < kM; ++m) {
+      const float* partial = to.partial + m * to.width + line * kLine;
+      for (int i = 0; i < kVectors; ++i) acc[m][i] = to.first ? zero() : load(partial + i * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < rows; ++r) {
+      F v[kVectors];
+      if (kTimes && r % 2 == 1) {
+        tables[r / 2].decode(bytes + r * row_bytes + offset, v);
+        for (int i = 0; i < kVectors; ++i) acc[0][i] += v[i];
+        continue;
+      }
+      decoder.decode(bytes + r * row_bytes + offset, v);
+      for (int m = 0; m < kM; ++m) {
+        const F f = broadcast(factor[m * m_step + r * row_step]);
+        for (int i = 0; i < kVectors; ++i) acc[m][i] = fma(v[i], f, acc[m][i]);
+      }
+    }
+    for (int m = 0; m < kM; ++m) {
+      float* partial = to.partial + m * to.width + line * kLine;
+      float* sums = to.sums + m * to.width + line * kLine;
+      if (!to.last) {
+        for (int i = 0; i < kVectors; ++i) store(partial + i * kLanes, acc[m][i]);
+        continue;
+      }
+      for (int i = 0; i < kVectors; ++i) {
+        const F sum = load(sums + i * kLanes), added = D::order(acc[m][i]);
+        store(sums + i * kLanes, kAlong ? fma(added, load(to.scales + line * kLine + i * kLanes), sum) : added + sum);
+      }
+    }
+    if (!kAlong && ++in_block == factors.block_lines) {
+      in_block = 0;
+      ++factor;
+    }
+  }
+}
+
+// The rows [begin, end) of the matrix times x (kM, k), to sums (kM, width). `scaled` has room for the factors, to which
+// scales across go.
+template <int kM, bool kAlong, typename D>
+void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, int64_t begin, int64_t end, float* sums,
+                 float* partial, float* scaled) {
+  constexpr int64_t kGroup = kGroupRows<kM>;
+  const int64_t columns = w.w.columns, row_bytes = w.w.row_bytes, blocks = w.w.scale_cols;
+  const int64_t lines = columns / kLine, rest = columns % kLine, width = round_up(columns, kLine);
+  memset(sums, 0, static_cast<size_t>(kM * width) * 4);
+  for (int64_t block = begin; block < end;) {
+    const int64_t block_end = kAlong ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
+    const float* scales = kAlong ? w.scales(block / w.w.row_span, 0, columns, scaled) : nullptr;
+    float last_scales[kLine] = {};
+    if (kAlong) memcpy(last_scales, scales + lines * kLine, static_cast<size_t>(rest) * 4);
+    for (int64_t row = block; row < block_end; row += kGroup) {
+      const int64_t rows = min(kGroup, block_end - row);
+      Factors factors = {x + row, 1, k, 0};
+      Sums to = {partial, sums, scales, width, row == block, row + rows == block_end};
+      if (!kAlong) {
+        for (int64_t r = 0; r < rows; ++r) {
+          const float* s = w.scales(row + r, 0, blocks, scaled + kM * kGroup * blocks);
+          for (int m = 0; m < kM; ++m) {
+            float* out = scaled + (m * kGroup + r) * blocks;
+            for (int64_t b = 0; b < blocks; ++b) out[b] = s[b] * x[m * k + row + r];
+          }
+        }
+        factors = {scaled, blocks, kGroup * blocks, ceil_div(w.w.col_span, kLine)};
+      }
+      if (rows == kGroup) {
+        add_rows<kM, kAlong, kGroup>(decoder, w.row(row), row_bytes, rows, lines, factors, to);
+      } else {
+        add_rows<kM, kAlong, 0>(decoder, w.row(row), row_bytes, rows, lines, factors, to);
+      }
+      if (rest > 0) {
+        // The last columns of the rows, copied where a whole line can be read.
+        uint8_t line[kGroup * kLineBytes<D>] = {};
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t from = lines * kLineBytes<D>;
+          memcpy(line + r * kLineBytes<D>, w.row(row + r) + from, static_cast<size_t>(row_bytes - from));
+        }
+        if (!kAlong) factors.at += lines * kLine / w.w.col_span;
+        to = {partial + lines * kLine, sums + lines * kLine, last_scales, width, to.first, to.last};
+        add_rows<kM, kAlong, 0>(decoder, line, kLineBytes<D>, rows, 1, factors, to);
+      }
+    }
+    block = block_end;
+  }
+}
+
+// The same for one row of x and codes of one or two bits: the codes of several rows in one column are a number of four
+// bits, and all that they can add to y stands in a table of 16 sums. One look-up takes the place of kTableRows
+// multiplications. `nibbles` has room for kTableGroup rows.
+constexpr int64_t kTableGroup = 16;
+
+template <typename D>
+struct Nibbles {
+  static constexpr int64_t kBytes = sizeof(Words), kPlane = 2 * kBytes;
+  static constexpr int64_t kChunk = D::kTableRows * kPlane;  // columns that are regrouped at a time
+  static int64_t width(int64_t columns) { return round_up(columns, kChunk); }
+};
+
+// nibbles = the codes of kTableRows rows, regrouped
+template <typename D>
+LOWBIT_INLINE void regroup_rows(const uint8_t* const rows[], int64_t row_bytes, int64_t ahead, uint8_t* nibbles) {
+  constexpr int64_t kBytes = Nibbles<D>::kBytes;
+  Words codes[D::kTableRows], planes[D::kTableRows];
+  int64_t at = 0;
+  for (; at + kBytes <= row_bytes; at += kBytes) {
+    for (int r = 0; r < D::kTableRows; ++r) {
+      if (at % 64 == 0) prefetch(rows[r] + ahead + at);
+      memcpy(&codes[r], rows[r] + at, kBytes);
+    }
+    D::regroup(codes, planes);
+    memcpy(nibbles + at * D::kTableRows, planes, sizeof(planes));
+  }
+  if (at < row_bytes) {
+    memset(codes, 0, sizeof(codes));
+    for (int r = 0; r < D::kTableRows; ++r) memcpy(&codes[r], rows[r] + at, static_cast<size_t>(row_bytes - at));
+    D::regroup(codes, planes);
+    memcpy(nibbles + at * D::kTableRows, planes, sizeof(planes));
+  }
+}
+
+template <typename D>
+void stream_tables(const Matrix& w, const float* x, int64_t begin, int64_t end, float* sums, float* partial,
+                   float* scale_row, uint8_t* nibbles) {
+  using N = Nibbles<D>;
+  const int64_t columns = w.w.columns, width = N::width(columns);
+  const bool along = w.w.col_span == 1 && w.w.scale_cols == columns;
+  memset(sums, 0, static_cast<size_t>(round_up(columns, kLine)) * 4);
+  for (int64_t block = begin; block < end;) {
+    const int64_t block_end = along ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
+    for (int64_t row = block; row < block_end; row += kTableGroup) {
+      const int64_t rows = min(kTableGroup, block_end - row), tables = ceil_div(rows, D::kTableRows);
+      NibbleVectors decoders[kTableGroup / D::kTableRows];
+      for (int64_t t = 0; t < tables; ++t) {
+        const uint8_t* from[D::kTableRows];
+        float table[16] = {};
+        for (int r = 0; r < D::kTableRows; ++r) {
+          const int64_t at = row + t * D::kTableRows + r;
+          from[r] = w.row(min(at, block_end - 1));
+          if (at >= block_end) continue;
+          const float factor = along ? x[at] : x[at] * w.scale(at / w.w.row_span, 0);
+          for (int c = 0; c < 16; ++c) table[c] += factor * D::level(static_cast<uint8_t>(c << 4), r);
+        }
+        decoders[t] = NibbleVectors(table);
+        regroup_rows<D>(from, w.w.row_bytes, kTableGroup * w.w.row_bytes, nibbles + t * width / 2);
+      }
+      for (int64_t at = 0; at < width; at += kLine) {
+        F acc[kVectors];
+        for (int i = 0; i < kVectors; ++i) acc[i] = row == block ? zero() : load(partial + at + i * kLanes);
+        for (int64_t t = 0; t < tables; ++t) {
+          F v[kVectors];
+          decoders[t].decode(nibbles + (t * width + at) / 2, v);
+          for (int i = 0; i < kVectors; ++i) acc[i] += v[i];
+        }
+        for (int i = 0; i < kVectors; ++i) store(partial + at + i * kLanes, acc[i]);
+      }
+    }
+    const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, scale_row) : nullptr;
+    for (int64_t at = 0; at < width; at += kLanes) {
+      float plane[kLanes];
+      store(plane, NibbleVectors::order(load(partial + at)));
+      const int64_t in_chunk = at % N::kChunk, i = in_chunk / N::kPlane, j = in_chunk % N::kPlane;
+      const int64_t column = at - in_chunk + D::kTableRows * j + D::kPlaneColumn[i];
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int64_t c = column + D::kTableRows * lane;
+        if (c < columns) sums[c] += along ? plane[lane] * scales[c] : plane[lane];
+      }
+    }
+    block = block_end;
+  }
+}
+
+template <typename D>
+bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
+                   const Parallel& parallel) {
+  const int64_t width = round_up(p.n, kLine);
+  // Each share of the rows has sums of its own. Shares end where blocks do, if there are enough.
+  const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : 64;
+  const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n * p.m));
+  const int64_t tasks = shares.count;
+  float* sums = buffer<float>(Scratch::call_sums, tasks * p.m * width);
+  if (sums == nullptr) return false;
+  bool enough_memory = true;
+  parallel.each(tasks, [&](int64_t t) {
+    const int64_t begin = shares.begins[t] * unit, end = min(p.k, shares.begins[t + 1] * unit);
+    float* partial = buffer<float>(Scratch::task_panel, p.m * width);
+    const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows<2> + 1), p.n);
+    float* factors = buffer<float>(Scratch::task_scales, factors_size);
+    if (partial == nullptr || factors == nullptr) {
+      __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+      return;
+    }
+    if constexpr (D::kTableRows > 0) {
+      if (p.m == 1 && (p.w.col_span == 1 || p.w.scale_cols == 1)) {
+        const int64_t columns = Nibbles<D>::width(p.n);
+        uint8_t* nibbles = buffer<uint8_t>(Scratch::task_sums, kTableGroup / D::kTableRows * columns / 2);
+        partial = buffer<float>(Scratch::task_panel, columns);
+        if (nibbles == nullptr || partial == nullptr) {
+          __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+        } else {
+          stream_tables<D>(w, x, begin, end, sums + t * width, partial, factors, nibbles);
+        }
+        return;
+      }
+    }
+    with_constant<kStreamRows>(p.m, [&](auto m) {
+      if (p.w.col_span == 1) {
+        stream_rows<m.value, true>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+      } else {
+        stream_rows<m.value, false>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+      }
+    });
+  });
+  for (int64_t m = 0; m < p.m; ++m) {
+    for (int64_t n = 0; n < p.n; n += kLanes) {
+      F total = load(sums + m * width + n);
+      for (int64_t t = 1; t < tasks; ++t) total += load(sums + (t * p.m + m) * width + n);
+      store(y + m * p.n + n, total, min(kLanes, p.n - n));
+    }
+  }
+  return enough_memory;
+}
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_EXACT_STREAM_H_

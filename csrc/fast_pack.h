@@ -1,0 +1,195 @@
+// The operands of a product with activations in int8: x quantized and packed, and weights decoded into a panel.
+#ifndef LOWBIT_FAST_PACK_H_
+#define LOWBIT_FAST_PACK_H_
+
+#include "fast_tiling.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+// ---- x to int8
+
+// Four values of x beside each other as the dots want them.
+template <int kBytesOfX>
+LOWBIT_INLINE void put_x(int8_t a, int8_t b, int8_t c, int8_t d, uint8_t* out) {
+  if constexpr (kBytesOfX == 4) {
+    const int8_t bytes[4] = {a, b, c, d};
+    memcpy(out, bytes, 4);
+  } else {
+    // The even bytes of a dword of the panel become words by a mask, the odd ones by a shift.
+    const int16_t words[4] = {a, c, b, d};
+    memcpy(out, words, 8);
+  }
+}
+
+// One row of x in int8, with its seeds and scales, [block][row].
+template <typename D>
+void quantize_row(const FastTiling& tiling, const float* x, int64_t k, int64_t m, int64_t rows, int8_t* q,
+                  int32_t* seeds, float* scales) {
+  for (int64_t b = 0; b < tiling.blocks; ++b) {
+    const int64_t begin = b * tiling.block, end = min(begin + tiling.block, k);
+    const int64_t whole = begin + (end - begin) / kLanes * kLanes, rest = end - whole;
+    // The bits of a float without its sign order like the numbers, with infinity and NaN on top.
+    I tops{};
+    for (int64_t i = begin; i < whole; i += kLanes) tops = max(tops, as_ints(load(x + i)) & 0x7fffffff);
+    if (rest > 0) tops = max(tops, as_ints(load(x + whole, rest)) & 0x7fffffff);
+    const int32_t top_bits = largest(tops);
+    float top;
+    memcpy(&top, &top_bits, 4);
+    const bool finite = top_bits < 0x7f800000, zero = top < 0x1p-110f;
+    const F factor = broadcast(finite && !zero ? 127.0f / top : 0.0f);
+    I sum{};
+    for (int64_t i = begin; i < whole; i += kLanes) {
+      const I rounded = round_to_int(load(x + i) * factor);
+      sum += rounded;
+      pack_codes<1>(rounded, reinterpret_cast<uint8_t*>(q + i));
+    }
+    if (rest > 0) {
+      const I rounded = round_to_int(load(x + whole, rest) * factor);
+      sum += rounded;
+      uint8_t bytes[kLanes];
+      pack_codes<1>(rounded, bytes);
+      memcpy(q + whole, bytes, static_cast<size_t>(rest));
+    }
+    uint32_t total = 0;
+    for (int i = 0; i < kLanes; ++i) total += static_cast<uint32_t>(sum[i]);
+    seeds[b * rows + m] = finite ? -D::kOffset * static_cast<int32_t>(total) : 0;
+    scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * D::kUnit;
+  }
+  memset(q + k, 0, static_cast<size_t>(tiling.slabs * tiling.slab - k));
+}
+
+// Spreads it over its places in `packed`: [slab][row tile][group of 4 k][row of tile].
+template <typename D>
+void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t rows, const int8_t* q, uint8_t* packed) {
+  constexpr int kSize = x_bytes(D::kSmall), kRows = fast_rows(D::kSmall), kPer = D::kPerByte;
+  const int64_t tile = m / kRows * kRows, tile_rows = min(kRows, rows - tile), groups = tiling.slab / 4;
+  for (int64_t s = 0; s < tiling.slabs; ++s) {
+    uint8_t* out = packed + ((s * rows + tile) * groups + m - tile) * kSize;
+    const int8_t* from = q + s * tiling.slab;
+    const int64_t step = tile_rows * kSize;
+    if (!contract_last || kPer == 1) {
+      for (int64_t g = 0; g < groups; ++g)
+        put_x<kSize>(from[4 * g], from[4 * g + 1], from[4 * g + 2], from[4 * g + 3], out + g * step);
+      continue;
+    }
+    // The four bytes of a dword, then the next code of each.
+    for (int64_t g = 0; g < groups; ++g) {
+      const int8_t* at = from + g / kPer * 4 * kPer + g % kPer;
+      put_x<kSize>(at[0], at[kPer], at[2 * kPer], at[3 * kPer], out + g * step);
+    }
+  }
+}
+
+// ---- Weights to a panel: [group of vectors][group of 4 k][vector]
+
+// Each code of the stored bytes to place(i).
+template <typename D, int i = 0, typename Place>
+LOWBIT_INLINE void put_bytes(Bytes codes, const Place& place) {
+  if constexpr (i < D::kPerByte) {
+    store_as(place(i), D::template bytes<i>(codes));
+    put_bytes<D, i + 1>(codes, place);
+  }
+}
+
+constexpr int64_t kGroupBytes = kFastVectors * kBytes;  // of a panel for four k
+
+LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) {
+  return panel + vector / kFastVectors * (depth / 4) * kGroupBytes + vector % kFastVectors * kBytes;
+}
+
+// First axis contracted, four stored rows at a time. Lane l of vector j * kPerByte + i is column
+// (j * kLanes + l) * kPerByte + i of the tile.
+template <typename D>
+void panel_of_rows(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
+  const int64_t byte = tile * kTileBytes, bytes = min(kTileBytes, w.w.row_bytes - byte);
+  alignas(64) uint8_t ends[4][kTileBytes] = {};
+  for (int64_t r = 0; r < depth; r += 4) {
+    const uint8_t* rows[4];
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = w.row(min(k + r + i, w.w.rows - 1)) + byte;
+      prefetch(rows[i] + kTileBytes);  // the tile to the right
+      if (bytes < kTileBytes) {
+        memcpy(ends[i], rows[i], static_cast<size_t>(bytes));
+        rows[i] = ends[i];
+      }
+    }
+    uint8_t* out = panel + r / 4 * kGroupBytes;
+    for (int part = 0; part < kTileBytes / kBytes; ++part) {
+      Bytes v[4];
+      for (int i = 0; i < 4; ++i) v[i] = load_as<Bytes>(rows[i] + part * kBytes);
+      interleave_rows(v);
+      for (int j = 0; j < 4; ++j) {
+        const int first = (part * 4 + j) * D::kPerByte;
+        put_bytes<D>(v[j], [&](int i) { return vector_in(out, depth, first + i); });
+      }
+    }
+  }
+}
+
+// Last axis contracted: a dword of each of kLanes stored rows at a time.
+template <typename D>
+void panel_of_columns(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
+  constexpr int64_t kUnit = 4 * D::kPerByte;
+  const int64_t byte = k / D::kPerByte, dwords = depth / kUnit;
+  for (int64_t vector = 0; vector < kTileBytes / kLanes; ++vector) {
+    const int64_t row = tile * kTileBytes + vector * kLanes;
+    uint8_t* out = vector_in(panel, depth, vector);
+    for (int64_t d = 0; d < dwords; d += kLanes) {
+      const int64_t bytes = min(kBytes, w.w.row_bytes - byte - 4 * d);
+      Bytes v[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const uint8_t* from = w.row(min(row + i, w.w.rows - 1)) + byte + 4 * d;
+        prefetch(from + depth / D::kPerByte);  // the next slab
+        if (bytes == kBytes) {
+          v[i] = load_as<Bytes>(from);
+        } else {
+          v[i] = Bytes{};
+          memcpy(&v[i], from, static_cast<size_t>(bytes));
+        }
+      }
+      transpose_dwords(v);
+      for (int64_t i = 0; i < min(kLanes, dwords - d); ++i) {
+        put_bytes<D>(v[i], [&](int j) { return out + ((d + i) * D::kPerByte + j) * kGroupBytes; });
+      }
+    }
+  }
+}
+
+// The scales of a tile for the block at k, in the order of the panel's columns; zeros beyond the last column.
+template <typename D>
+void panel_scales(const Matrix& w, bool contract_last, int64_t k, int64_t tile, float* out) {
+  if (contract_last) {
+    for (int64_t i = 0; i < kTileBytes; ++i) {
+      const int64_t row = tile * kTileBytes + i;
+      float scale = 0;
+      if (row < w.w.rows) scale = *w.scales(row / w.w.row_span, k / w.w.col_span, 1, &scale);
+      out[i] = scale;
+    }
+    return;
+  }
+  constexpr int64_t kPer = D::kPerByte, kColumns = kTileBytes * kPer;
+  const int64_t column = tile * kColumns, count = min(kColumns, w.w.columns - column);
+  alignas(64) float buffer[kColumns];
+  const float* scales = w.scales(k / w.w.row_span, column, count, buffer);
+  if (count < kColumns) {
+    if (scales != buffer) memcpy(buffer, scales, static_cast<size_t>(count) * 4);
+    memset(buffer + count, 0, static_cast<size_t>(kColumns - count) * 4);
+    scales = buffer;
+  }
+  for (int64_t j = 0; j < kColumns; j += kLanes * kPer) {
+    if constexpr (kPer == 1) {
+      store(out + j, load(scales + j));
+    } else if constexpr (kPer == 2) {
+      F even, odd;
+      split_pairs(load(scales + j), load(scales + j + kLanes), even, odd);
+      store(out + j, even);
+      store(out + j + kLanes, odd);
+    } else {
+      for (int64_t i = 0; i < kLanes * kPer; ++i) out[j + i % kPer * kLanes + i / kPer] = scales[j + i];
+    }
+  }
+}
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_FAST_PACK_H_

@@ -1,0 +1,243 @@
+// Products of one row of x in int8. Nothing is used twice, so weights go from memory to the sums without a panel.
+#ifndef LOWBIT_FAST_ROW_H_
+#define LOWBIT_FAST_ROW_H_
+
+#include "fast_pack.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+#if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
+
+constexpr int64_t kFastGroup = 8;  // stored rows side by side
+
+template <typename D>
+bool one_row_fits(const Matmul& p, const FastTiling& tiling) {
+  return p.m == 1 && (!p.contract_last || !tiling.blocked || tiling.block % (kBytes * D::kPerByte) == 0);
+}
+
+// Where the sums of a block of rows go, in the order of a panel's columns: `partial` from its first group of rows to
+// its last, which adds them to `sums`, times the scale of x and, if there are any, those of the columns.
+struct FastSums {
+  int32_t* partial;
+  float* sums;
+  const float* scales;
+  float x_scale;
+  int32_t seed;
+};
+
+// Are levels multiplied with their offset, which sums then begin without?
+template <typename D>
+constexpr bool kSeeded = D::kSmall || !kSignedDots;
+
+// sum += the i-th codes of the bytes times x
+template <typename D, int i>
+LOWBIT_INLINE void add_code(I& sum, Bytes codes, I x) {
+  if constexpr (kSeeded<D>) {
+    add_dots<D::kSmall>(sum, D::template bytes<i>(codes), x);
+  } else {
+    add_dots<D::kSmall>(sum, D::template signed_bytes<i>(codes), x);
+  }
+}
+
+template <typename D, bool kFirst, bool kLast, int i = 0>
+LOWBIT_INLINE void add_codes(Bytes a, Bytes b, I xa, I xb, const FastSums& to, int64_t at) {
+  if constexpr (i < D::kPerByte) {
+    I sum = kFirst ? I{} + to.seed : load_as<I>(to.partial + at);
+    add_code<D, i>(sum, a, xa);
+    add_code<D, i>(sum, b, xb);
+    if (kLast) {
+      F scale = broadcast(to.x_scale);
+      if (to.scales != nullptr) scale *= load(to.scales + at);
+      store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
+    } else {
+      store_as(to.partial + at, sum);
+    }
+    add_codes<D, kFirst, kLast, i + 1>(a, b, xa, xb, to, at + kLanes);
+  }
+}
+
+// kFastGroup stored rows (of which the last may be the same) times q, in `parts` of kBytes.
+template <typename D, bool kFirst, bool kLast>
+__attribute__((noinline)) void add_fast_rows(const uint8_t* const rows[kFastGroup], int64_t parts, int64_t ahead,
+                                             const int8_t* q, const FastSums& where) {
+  const FastSums to = where;  // a copy, which the stores can not change
+  const I xa = splat(q), xb = splat(q + 4);
+  for (int64_t part = 0; part < parts; ++part) {
+    Bytes v[kFastGroup];
+    for (int r = 0; r < kFastGroup; ++r) {
+      if (kBytes == 64 || part % 2 == 0) prefetch(rows[r] + part * kBytes + ahead);
+      v[r] = load_as<Bytes>(rows[r] + part * kBytes);
+    }
+    interleave_rows(v);
+    interleave_rows(v + 4);
+    for (int j = 0; j < 4; ++j) {
+      add_codes<D, kFirst, kLast>(v[j], v[4 + j], xa, xb, to, (part * 4 + j) * kLanes * D::kPerByte);
+    }
+  }
+}
+
+// The stored rows [begin, end) times q, to sums.
+template <typename D>
+bool fast_stream(const FastTiling& tiling, const Matrix& w, const int8_t* q, const float* x_scales, int64_t begin,
+                 int64_t end, float* sums) {
+  constexpr int64_t kColumns = kTileBytes * D::kPerByte;
+  const int64_t row_bytes = w.w.row_bytes, parts = row_bytes / kBytes, rest = row_bytes % kBytes;
+  const int64_t tiles = ceil_div(row_bytes, kTileBytes), width = tiles * kColumns;
+  int32_t* partial = buffer<int32_t>(Scratch::task_panel, width);
+  float* scales = buffer<float>(Scratch::task_scales, width);
+  if (partial == nullptr || scales == nullptr) return false;
+  memset(sums, 0, static_cast<size_t>(width) * 4);
+  for (int64_t block = begin; block < end;) {
+    const int64_t block_end = min(end, (block / tiling.block + 1) * tiling.block);
+    FastSums to = {partial, sums, nullptr, x_scales[block / tiling.block], 0};
+    if (tiling.blocked) {
+      for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, false, block, t, scales + t * kColumns);
+      to.scales = scales;
+    }
+    if (kSeeded<D>) {
+      for (int64_t r = block; r < block_end; ++r) to.seed -= D::kOffset * q[r];
+    }
+    for (int64_t row = block; row < block_end; row += kFastGroup) {
+      const int64_t count = min(kFastGroup, block_end - row);
+      int8_t group[kFastGroup] = {};  // zeros for the rows that are not there
+      memcpy(group, q + row, static_cast<size_t>(count));
+      const uint8_t* rows[kFastGroup];
+      for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = w.row(row + min(r, count - 1));
+      const auto add = [&](int64_t count_of_parts, int64_t ahead, const FastSums& sums_of_parts) {
+        const bool last = row + count == block_end;
+        auto run = last ? add_fast_rows<D, false, true> : add_fast_rows<D, false, false>;
+        if (row == block) run = last ? add_fast_rows<D, true, true> : add_fast_rows<D, true, false>;
+        run(rows, count_of_parts, ahead, group, sums_of_parts);
+      };
+      add(parts, kFastGroup * row_bytes, to);
+      if (rest > 0) {
+        // The last bytes of the rows, copied where a whole part can be read.
+        uint8_t ends[kFastGroup][kBytes] = {};
+        for (int64_t r = 0; r < kFastGroup; ++r) {
+          memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
+          rows[r] = ends[r];
+        }
+        const int64_t at = parts * kBytes * D::kPerByte;
+        add(1, 0, {partial + at, sums + at, to.scales == nullptr ? nullptr : scales + at, to.x_scale, to.seed});
+      }
+    }
+    block = block_end;
+  }
+  return true;
+}
+
+template <typename D>
+bool fast_first(const Matmul& p, const FastTiling& tiling, const Matrix& w, const int8_t* q, const float* x_scales,
+                float* y, const Parallel& parallel) {
+  constexpr int64_t kPer = D::kPerByte;
+  const int64_t width = tiling.tiles * tiling.columns, unit = tiling.blocked ? tiling.block : 64;
+  const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n));
+  float* sums = buffer<float>(Scratch::call_sums, shares.count * width + p.n);
+  if (sums == nullptr) return false;
+  bool enough_memory = true;
+  parallel.each(shares.count, [&](int64_t t) {
+    const int64_t begin = shares.begins[t] * unit, end = min(p.k, shares.begins[t + 1] * unit);
+    if (!fast_stream<D>(tiling, w, q, x_scales, begin, end, sums + t * width)) {
+      __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+    }
+  });
+  if (!enough_memory) return false;
+  float* held = sums + shares.count * width;
+  const float* scales = tiling.blocked ? nullptr : w.scales(0, 0, p.n, held);
+  for (int64_t at = 0; at < width; at += kLanes) {
+    F total = load(sums + at);
+    for (int64_t t = 1; t < shares.count; ++t) total += load(sums + t * width + at);
+    const int64_t column = at / (kLanes * kPer) * (kLanes * kPer) + at / kLanes % kPer;
+    for (int64_t i = 0; i < kLanes && column + i * kPer < p.n; ++i) {
+      const int64_t n = column + i * kPer;
+      y[n] = scales == nullptr ? total[i] : total[i] * scales[n];
+    }
+  }
+  return true;
+}
+
+// sum += the products of the codes of kBytes with x, [code of a byte][byte]
+template <typename D, int i = 0>
+LOWBIT_INLINE void add_chunk(I& sum, Bytes codes, const int8_t* x) {
+  if constexpr (i < D::kPerByte) {
+    add_code<D, i>(sum, codes, load_as<I>(x + i * kBytes));
+    add_chunk<D, i + 1>(sum, codes, x);
+  }
+}
+
+// y[n] of the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` has room for the scales of a row.
+template <typename D>
+__attribute__((noinline)) void fast_dots(const FastTiling& tiling, const Matrix& w, const int8_t* x,
+                                         const int32_t* seeds, const float* x_scales, int64_t begin, int64_t end,
+                                         float* scaled, float* y) {
+  constexpr int64_t kCodes = kBytes * D::kPerByte;
+  const int64_t row_bytes = w.w.row_bytes, span = max(w.w.col_span / tiling.block, 1);
+  for (int64_t row = begin; row < end; ++row) {
+    const float* scales = w.scales(row, 0, w.w.scale_cols, scaled + tiling.blocks);
+    if (span == 1) {
+      for (int64_t b = 0; b < tiling.blocks; ++b) scaled[b] = x_scales[b] * scales[b];
+    } else {
+      for (int64_t b = 0; b < tiling.blocks; ++b) scaled[b] = x_scales[b] * scales[b / span];
+    }
+    const uint8_t* bytes = w.row(row);
+    const int8_t* from = x;
+    int64_t left = row_bytes;
+    F total = zero();
+    for (int64_t b = 0; b < tiling.blocks; ++b) {
+      I sum{};
+      if (kSeeded<D>) sum[0] = seeds[b];
+      for (int64_t c = 0; c < tiling.block && left > 0; c += kCodes, left -= kBytes, bytes += kBytes, from += kCodes) {
+        prefetch(bytes + kDotAhead);
+        if (left >= kBytes) {
+          add_chunk<D>(sum, load_as<Bytes>(bytes), from);
+        } else {
+          Bytes codes{};
+          memcpy(&codes, bytes, static_cast<size_t>(left));
+          add_chunk<D>(sum, codes, from);
+        }
+      }
+      total = fma(to_float(sum), broadcast(scaled[b]), total);
+    }
+    y[row] = sum_of(total);
+  }
+}
+
+template <typename D>
+bool fast_last(const Matmul& p, const FastTiling& tiling, const Matrix& w, const int8_t* q, const int32_t* seeds,
+               const float* x_scales, float* y, const Parallel& parallel) {
+  constexpr int64_t kPer = D::kPerByte, kCodes = kBytes * kPer;
+  const int64_t padded = round_up(p.k, kCodes);
+  int8_t* x = buffer<int8_t>(Scratch::call_sums, padded);
+  if (x == nullptr) return false;
+  memset(x, 0, static_cast<size_t>(padded));
+  for (int64_t k = 0; k < p.k; ++k) x[k / kCodes * kCodes + k % kPer * kBytes + k % kCodes / kPer] = q[k];
+  const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.k));
+  bool enough_memory = true;
+  parallel.each(shares.count, [&](int64_t t) {
+    float* scaled = buffer<float>(Scratch::task_scales, tiling.blocks + p.w.scale_cols);
+    if (scaled == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+    fast_dots<D>(tiling, w, x, seeds, x_scales, shares.begins[t], shares.begins[t + 1], scaled, y);
+  });
+  return enough_memory;
+}
+
+template <typename D>
+bool matmul_one_row(const Matmul& p, const FastTiling& tiling, const Parallel& parallel) {
+  return each_product(p, parallel, [&](int64_t layer, const float* x, float* y, const Parallel& inner) {
+    const int64_t padded = tiling.slabs * tiling.slab;
+    float* x_scales = buffer<float>(Scratch::call_pack, tiling.blocks * 2 + ceil_div(padded, 4));
+    if (x_scales == nullptr) return false;
+    int32_t* seeds = reinterpret_cast<int32_t*>(x_scales + tiling.blocks);
+    int8_t* q = reinterpret_cast<int8_t*>(seeds + tiling.blocks);
+    quantize_row<D>(tiling, x, p.k, 0, 1, q, seeds, x_scales);
+    const Matrix w(p.w, layer);
+    return p.contract_last ? fast_last<D>(p, tiling, w, q, seeds, x_scales, y, inner)
+                           : fast_first<D>(p, tiling, w, q, x_scales, y, inner);
+  });
+}
+
+#endif
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_FAST_ROW_H_

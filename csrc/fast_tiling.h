@@ -1,0 +1,65 @@
+// How a product with activations in int8 is divided: blocks, slabs and tiles.
+#ifndef LOWBIT_FAST_TILING_H_
+#define LOWBIT_FAST_TILING_H_
+
+#include "matmul_common.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+constexpr int64_t kWholeRow = 65536;  // 128 * 127 * this is below 2^31
+constexpr int64_t kTileBytes = 64;    // of stored rows that make a tile of columns: a cache line
+
+// The register tile, and the bytes that four values of x take.
+#if defined(LOWBIT_AVX512)
+constexpr int kFastVectors = 4;
+constexpr int fast_rows(bool) { return 6; }
+constexpr int x_bytes(bool) { return 4; }
+#elif defined(LOWBIT_AVX2)
+constexpr int kFastVectors = 2;
+constexpr int fast_rows(bool small) { return small ? 6 : 4; }
+constexpr int x_bytes(bool small) { return small ? 4 : 8; }
+#else
+constexpr int kFastVectors = 2;
+constexpr int fast_rows(bool) { return 4; }
+constexpr int x_bytes(bool) { return 8; }
+#endif
+constexpr int kFastColumns = kFastVectors * kLanes;
+
+// How a product is divided. All lengths along k are multiples of the unit of k that is decoded at once.
+struct FastTiling {
+  bool blocked;   // else one block, whose integer sums are kept until the end
+  int64_t unit;   // of k in one dword of stored bytes (last axis contracted) or in four rows
+  int64_t block;  // of k that share a scale of x
+  int64_t blocks;
+  int64_t slab;  // of k in a panel; a multiple of the block if blocked
+  int64_t slabs;
+  int64_t columns;  // in a tile
+  int64_t tiles;    // of all columns
+};
+
+// False where scales vary inside what would be an integer sum.
+template <typename D>
+bool make_tiling(const Matmul& p, FastTiling& tiling) {
+  const int64_t across = p.contract_last ? p.w.row_span : p.w.col_span;
+  const int64_t along = p.contract_last ? p.w.col_span : p.w.row_span;
+  if (across != 1 || p.k == 0) return false;
+  tiling.unit = p.contract_last ? 4 * D::kPerByte : 4;
+  tiling.blocked = along < p.k || p.k > kWholeRow;
+  tiling.block = tiling.blocked ? along : round_up(p.k, tiling.unit);
+  if (tiling.blocked && tiling.block > 512) {
+    for (tiling.block = 512; along < p.k && along % tiling.block != 0; tiling.block /= 2) {
+    }
+  }
+  if (tiling.block % tiling.unit != 0 || (tiling.blocked && tiling.block < 16)) return false;
+  tiling.blocks = ceil_div(p.k, tiling.block);
+  const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : p.m <= 4 ? 64 : 256;
+  tiling.slab = tiling.blocked ? max(depth / tiling.block, 1) * tiling.block : min(depth, tiling.block);
+  tiling.slabs = ceil_div(p.k, tiling.slab);
+  tiling.columns = p.contract_last ? kTileBytes : kTileBytes * D::kPerByte;
+  tiling.tiles = ceil_div(p.n, tiling.columns);
+  return true;
+}
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_FAST_TILING_H_

@@ -1,0 +1,124 @@
+// What all products share: constants as types, memory, how work is divided over threads, the scales of a line, and the
+// loop over the matrices of a batch.
+#ifndef LOWBIT_MATMUL_COMMON_H_
+#define LOWBIT_MATMUL_COMMON_H_
+
+#include "decode.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// run(Constant<n>) for n in 1..kMax.
+template <int kMax, typename Run>
+LOWBIT_INLINE void with_constant(int64_t n, const Run& run) {
+  if constexpr (kMax > 1) {
+    if (n < kMax) return with_constant<kMax - 1>(n, run);
+  }
+  run(Constant<kMax>());
+}
+
+template <typename T>
+LOWBIT_INLINE T* buffer(Scratch slot, int64_t count) {
+  return static_cast<T*>(scratch(slot, static_cast<size_t>(count) * sizeof(T)));
+}
+
+constexpr int64_t kAloneWork = 300000;  // multiplications that take less time than another thread needs to start
+constexpr int64_t kShareWork = 50000;   // that outweigh the cost of a task
+
+constexpr int64_t kDotAhead = 2048;  // bytes to prefetch: rows follow each other in memory
+
+// Work of `units` divided for threads that begin late or are held up: large shares first, small ones to end together.
+// It depends on the number of threads alone, and with it the order of sums.
+struct Shares {
+  static constexpr int64_t kMost = 512;
+  int64_t count = 0;
+  int64_t begins[kMost + 1];
+
+  Shares(int64_t units, int64_t threads, int64_t least) {
+    least = threads == 1 ? units : max(least, ceil_div(units, kMost));
+    for (int64_t at = 0; at < units; ++count) {
+      begins[count] = at;
+      at += min(max((units - at) / (2 * threads), least), units - at);
+    }
+    begins[count] = units;
+  }
+};
+
+template <typename D>
+constexpr int kLineBytes = kLine / D::kPerByte;
+
+// A line at the end of a row, whose missing bytes must not be read.
+template <typename D>
+struct PaddedLine {
+  alignas(64) uint8_t bytes[kLine];
+  PaddedLine(const uint8_t* from, int64_t columns) {
+    memset(bytes, 0, sizeof(bytes));
+    memcpy(bytes, from, static_cast<size_t>(ceil_div(columns, D::kPerByte)));
+  }
+};
+
+// The scales of a line of columns from `column` on, in the decoder's order.
+template <typename D>
+LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t column, F s[kVectors]) {
+  const int64_t columns = min(kLine, w.w.columns - column), span = w.w.col_span;
+  float held[kLine] = {};
+  if (span == 1) {
+    const float* scales = w.scales(scale_row, column, columns, held);
+    if (columns < kLine && scales != held) {
+      memcpy(held, scales, static_cast<size_t>(columns) * 4);
+      scales = held;
+    }
+    for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(scales + i * kLanes));
+    return;
+  }
+  const int64_t from = column / span, to = (column + columns - 1) / span;
+  const float* scales = w.scales(scale_row, from, to - from + 1, held);
+  if (from == to) {
+    for (int i = 0; i < kVectors; ++i) s[i] = broadcast(scales[0]);
+    return;
+  }
+  float spread[kLine] = {};
+  for (int64_t i = 0; i < columns; ++i) spread[i] = scales[(column + i) / span - from];
+  for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(spread + i * kLanes));
+}
+
+// multiply(layer, x, y, parallel) for each matrix of the batch, with x and y in float32.
+template <typename Multiply>
+bool each_product(const Matmul& p, const Parallel& parallel, const Multiply& multiply) {
+  const int64_t x_size = p.m * p.k, y_size = p.m * p.n;
+  const float* x = static_cast<const float*>(p.x);
+  float* y = static_cast<float*>(p.y);
+  if (p.x_type != Float::f32) {
+    float* wide = buffer<float>(Scratch::call_x, p.batch * x_size);
+    if (wide == nullptr) return false;
+    to_f32(p.x, p.x_type, 0, p.batch * x_size, wide);
+    x = wide;
+  }
+  if (p.y_type != Float::f32) {
+    y = buffer<float>(Scratch::call_y, p.batch * y_size);
+    if (y == nullptr) return false;
+  }
+  bool enough_memory = true;
+  const Parallel alone(1, nullptr, nullptr);
+  const auto one = [&](int64_t b, const Parallel& inner) {
+    const int64_t layer = min(max(p.index[b], 0), p.w.layers - 1);
+    if (multiply(layer, x + b * x_size, y + b * y_size, inner)) return;
+    __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+  };
+  const int64_t work = p.m * p.k * p.n;
+  if (p.batch >= 2 * parallel.threads() && p.batch * work > kAloneWork) {
+    parallel.each(p.batch, [&](int64_t b) { one(b, alone); });
+  } else {
+    for (int64_t b = 0; b < p.batch; ++b) one(b, work > kAloneWork ? parallel : alone);
+  }
+  if (p.y_type != Float::f32) from_f32(y, p.batch * y_size, p.y, p.y_type, 0);
+  return enough_memory;
+}
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_MATMUL_COMMON_H_

@@ -1,0 +1,137 @@
+"""The kernel for NVIDIA GPUs, in Pallas (Triton): one tiled product for every format.
+
+A program has a tile of results in registers and walks along k: it loads a tile of x and the codes that go with it,
+takes the bytes apart, decodes them by the format's own `levels`, and multiplies on the tensor cores. A tile has all
+rows of x, up to 256 of them, so that the stored weight is read once.
+
+The result is the reference's to the rounding of its dtype; `tiling.py` says how weights stay exact. float32 is
+multiplied in upper and lower bits, three products for one (TF32x3), never in the upper bits alone.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from lowbit.formats._blocks import WHOLE, span_of
+from lowbit.formats._quantized import QuantizedArray
+from lowbit.runtime._compat import varying_like
+
+from .._product import Product
+from .._tiles import layer_numbers, planes
+from .tiling import Tile, Tiling, split, tiling_for
+
+
+def matmul(product: Product, *, tile: Tile | None = None, interpret: bool = False) -> jax.Array:
+    """Run the product; `tile` overrides the sizes. `interpret` runs it in JAX on any platform."""
+    x, w = product.x, product.w.plain()
+    product = replace(product, w=w)
+    count, m, n, dtype = math.prod(product.batch), math.prod(product.rows), product.n, product.dtype
+    tiling = tiling_for(product, tile)
+    tile = tiling.tile
+    three = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3  # CPU has no TF32
+    precision = three if tiling.unit == jnp.float32 else None
+    call = pl.pallas_call(
+        partial(_kernel, w=w, contract=product.contract, tiling=tiling, precision=precision),
+        out_shape=varying_like(x, (tile.splits, count, m, n), dtype if tile.splits == 1 else jnp.float32),
+        grid=(count * tile.splits * -(-n // tile.columns) * -(-m // tile.rows),),
+        compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="lowbit_matmul",
+    )
+    y = call(
+        layer_numbers(w),
+        x.reshape(count, m, product.k),
+        w.codes.reshape(-1, *w.codes.shape[-2:]),
+        lax.stop_gradient(w.scale_values()).reshape(-1, *w.scales.shape[-2:]),
+        *([] if tiling.table is None else [jnp.asarray(tiling.table)]),
+    )
+    return (y[0] if tile.splits == 1 else y.sum(0).astype(dtype)).reshape(product.shape)
+
+
+def _side_by_side(planes: list[jax.Array]) -> jax.Array:
+    """Interleave the planes of a tile. Those of a byte are in one thread already, and none moves."""
+    rows, width = planes[0].shape[0], len(planes) * planes[0].shape[1]
+    while len(planes) > 1:  # first those that are half of all apart, since the last axis varies fastest
+        half = len(planes) // 2
+        planes = [jnp.stack(pair, -1) for pair in zip(planes[:half], planes[half:], strict=True)]
+    return planes[0].reshape(rows, width)
+
+
+def _levels(w: QuantizedArray, packed: jax.Array, table: Any = None) -> jax.Array:
+    """Decode a tile of bytes by the format's arithmetic, or by a table of the levels of all codes."""
+    unpacked = planes(packed, w.packing["codes"])
+    if table is None:
+        return _side_by_side([w.levels(plane) for plane in unpacked])
+    return _side_by_side([triton.load(table.at[plane & table.shape[0] - 1]) for plane in unpacked])
+
+
+def _load(ref: Any, lead: Any, rows: Any, columns: Any) -> Any:
+    """The elements of a matrix in these rows and columns, 0 beyond its edges."""
+    inside = (rows < ref.shape[1])[:, None] & (columns < ref.shape[2])[None, :]
+    return triton.load(ref.at[lead, rows[:, None], columns[None, :]], mask=inside, other=0)
+
+
+def _kernel(
+    layers: Any,
+    x: Any,
+    codes: Any,
+    scales: Any,
+    *refs: Any,
+    w: QuantizedArray,
+    contract: int,
+    tiling: Tiling,
+    precision: Any,
+) -> None:
+    (*table, y), tile = refs, tiling.tile
+    (_, m, k), n, per_byte = x.shape, y.shape[-1], w.packing["codes"]
+    place, of = pl.program_id(0), (-(-m // tile.rows), -(-n // tile.columns), tile.splits)
+    # Rows vary fastest: programs that share codes run at the same time.
+    row, column = place % of[0], place // of[0] % of[1]
+    share, batch = place // (of[0] * of[1]) % of[2], place // (of[0] * of[1] * of[2])
+    layer = layers[batch]
+    rows = row * tile.rows + jnp.arange(tile.rows)
+    columns = column * tile.columns + jnp.arange(tile.columns)
+    spans = span_of(w.spans, -2), span_of(w.spans, -1)
+
+    def scale(r: Any, c: Any) -> Any:
+        """The scales of these stored rows and columns, with size 1 on the axes that share one."""
+        r, c = (jnp.zeros((1,), jnp.int32) if s == WHOLE else i // s for i, s in zip((r, c), spans, strict=True))
+        return _load(scales, layer, r, c)
+
+    def of_columns(first: Any) -> Any:
+        """The scale of each result, from this k on."""
+        k = first + jnp.arange(1)
+        found = scale(k, columns) if contract == -2 else scale(columns, k)
+        return found.reshape(1, found.size)
+
+    def step(i: Any, sums: Any) -> Any:
+        ks = i * tile.depth + jnp.arange(tile.depth)
+        r, c = (ks, columns) if contract == -2 else (columns, ks)
+        bytes_ = c.size // per_byte
+        packed = _load(codes, layer, r, (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_))
+        weights = _levels(w, packed, *table)
+        if not tiling.after:
+            weights = weights * scale(r, c)
+        some = _load(x, batch, rows, ks).astype(tiling.unit)
+        dims = (((1,), (contract + 2,)), ((), ()))
+        product = sum(
+            lax.dot_general(some, term, dims, precision=precision, preferred_element_type=jnp.float32)
+            for term in split(weights, tiling.unit, tiling.terms)
+        )
+        return sums + (product * of_columns(i * tile.depth) if tiling.after and spans[contract] != WHOLE else product)
+
+    steps = -(-k // tile.depth)
+    length = -(-steps // tile.splits)
+    zero = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+    sums = lax.fori_loop(share * length, jnp.minimum((share + 1) * length, steps), step, zero)
+    if tiling.after and spans[contract] == WHOLE:
+        sums = sums * of_columns(0)
+    inside = (rows < m)[:, None] & (columns < n)[None, :]
+    triton.store(y.at[share, batch, rows[:, None], columns[None, :]], sums.astype(y.dtype), mask=inside)

@@ -1,0 +1,219 @@
+"""The kernel for TPU, in Pallas: one tiled product for every format.
+
+A step of the grid holds a tile of stored bytes over the whole summed axis (if that is not very long), the activations
+and a tile of the result. It decodes a chunk of bytes at a time, plane by plane, and multiplies it on the matrix unit.
+Activations stay where they are from step to step, so that weight, x and y cross the memory bus once.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from lowbit.formats._blocks import spread
+from lowbit.formats._quantized import QuantizedArray
+from lowbit.runtime._compat import varying_like
+
+from .._product import Product
+from .._tiles import layer_numbers, planes
+from .blocks import in_specs, out_spec, scale_windows
+from .tiling import LANES, SUBLANES, Sizes, Tiling, tiling_for, vmem
+from .vector import aligned, deinterleaved, interleaved, joined, lanes, repeated_rows, rows, terms
+
+
+def matmul(product: Product, chip: str, *, sizes: Sizes | None = None, interpret: bool = False) -> jax.Array:
+    """Run the product on a chip of this kind. `interpret` runs it in JAX on any platform."""
+    w, x = product.w.plain(), product.x
+    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # which the chip does not have
+    x = x.reshape(math.prod(product.batch), math.prod(product.rows), product.k)
+    kernel = Kernel(w, tiling_for(replace(product, w=w), chip, sizes))
+    return kernel.call(x, interpret=interpret).reshape(product.shape).astype(product.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A product with a weight, divided by a tiling."""
+
+    w: QuantizedArray
+    tiling: Tiling
+
+    def call(self, x: jax.Array, *, interpret: bool) -> jax.Array:
+        """The product with x of shape (batch, m, k)."""
+        w, tiling = self.w, self.tiling
+        (batch, m, n, _), sizes = tiling.shape, tiling.sizes
+        codes = w.codes.reshape(-1, *w.codes.shape[-2:])
+        scales = w.scale_values().reshape(-1, *w.scales.shape[-2:])
+        if tiling.folded:
+            scales = spread(scales, tiling.spans, w.stored_shape[-2:]).reshape(scales.shape[0], 1, -1)
+            if scales.shape[-1] == 1:  # one for all
+                scales = jnp.broadcast_to(scales, (scales.shape[0], 1, n))
+        operands = self.quantized(x, scales) if tiling.fast else (x,)
+        kernel = pl.pallas_call(
+            self.step,
+            out_shape=varying_like(x, (batch, m, n), tiling.dtype),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=tiling.grid,
+                in_specs=in_specs(tiling),
+                out_specs=out_spec(tiling),
+                scratch_shapes=[
+                    pltpu.VMEM((sizes.m, sizes.n), jnp.int32 if tiling.fast and tiling.folded else jnp.float32)
+                ],
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=vmem(tiling.chip),
+            ),
+            interpret=interpret,
+            name="lowbit_matmul",
+        )
+        return kernel(layer_numbers(w), codes, scales, *operands)
+
+    def quantized(self, x: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Activations in 8 bits, and what to multiply each row of the result by."""
+        x = x.astype(jnp.float32)
+        if self.tiling.folded == "x":
+            x = x * scales[layer_numbers(self.w)]
+        tops = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+        codes = jnp.round(x / jnp.where(tops > 0, tops, 1)).astype(jnp.int8)
+        return codes, tops / (self.w.int8_multiplier or 1)
+
+    # --- scales
+
+    def chunk_scales(self, scales: Any, i: Any, at: tuple[Any, Any], by_row: bool = True) -> list[jax.Array]:
+        """The scales of a chunk, for each plane: by row, or one row for each block; one where a block covers all."""
+        tiling = self.tiling
+        in_rows, in_columns = scale_windows(tiling)
+        row, column = tiling.stored(*at)
+        row, column = in_rows.offset(row), in_columns.offset(column)
+        behind = i * tiling.sizes.chunk
+        row, column = (row + behind, column) if tiling.contract == -2 else (row, column + behind)
+        (height, columns), (row_span, column_span), per_byte = tiling.chunk, tiling.spans, tiling.per_byte
+        # All lanes that the chunk needs, from a whole row of lanes on.
+        cover = column_span * LANES
+        first = column // cover
+        count = max(height // row_span, 1)
+        needed = pl.ds(aligned(first * LANES, LANES), -(-columns // cover) * LANES)
+        window = rows(scales, row // row_span, count, needed)
+        behind = column - first * cover
+
+        def plane(j: int) -> jax.Array:
+            groups = []
+            for g in range(columns // per_byte // LANES):
+                lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+                groups.append(lanes(window, (behind + (lane + g * LANES) * per_byte + j) // column_span))
+            return joined(groups)
+
+        found = [plane(0)] * per_byte if column_span % per_byte == 0 else [plane(j) for j in range(per_byte)]
+        return [repeated_rows(x, height // count) if by_row and count > 1 else x for x in found]
+
+    # --- a step
+
+    def step(self, layers: Any, codes: Any, scales: Any, x: Any, *rest: Any) -> None:
+        del layers
+        *factors, y, total = rest
+        tiling, sizes = self.tiling, self.tiling.sizes
+        at = pl.program_id(2), pl.program_id(3)  # not known inside of the loop
+        k = at[1]
+
+        @pl.when(k == 0)
+        def _() -> None:
+            total[...] = jnp.zeros_like(total)
+
+        def add_chunk(i: Any, _: Any) -> None:
+            inside = tiling.shape[3] - k * sizes.k - i * sizes.chunk
+            left, right = self.activations(x, scales, i, inside), self.weights(codes, scales, i, at, inside)
+            blocks = tiling.blocks
+            total[...] += self.by_block(left, right, scales, i, at, inside) if blocks else self.multiply(left, right)
+
+        lax.fori_loop(0, sizes.k // sizes.chunk, add_chunk, None)
+
+        @pl.when(k == tiling.grid[3] - 1)
+        def _() -> None:
+            result = total[...].astype(jnp.float32) * factors[0][0] if factors else total[...]
+            if tiling.contract == -2:
+                result = interleaved(result, tiling.per_byte)
+            y[0] = (result * scales[0] if tiling.folded == "y" else result).astype(y.dtype)
+
+    def masked(self, x: jax.Array, axis: int, inside: Any) -> jax.Array:
+        """Zero where a chunk reaches beyond the end of the summed axis; `inside` of it are before the end."""
+        k, sizes = self.tiling.shape[3], self.tiling.sizes
+        if k % sizes.chunk == 0 and k % sizes.k == 0:
+            return x
+        return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, axis) < inside, x, 0)
+
+    def activations(self, x: Any, scales: Any, i: Any, inside: Any) -> list[jax.Array]:
+        """A chunk of x in bfloat16 terms or int8, in the order of the planes that it is multiplied with."""
+        tiling, size = self.tiling, self.tiling.sizes.chunk
+        at = pl.ds(aligned(i * size, LANES), size)
+        values = x[0, :, at].astype(jnp.float32)
+        if tiling.folded == "x" and not tiling.fast:
+            values = values * scales[0, :, at]
+        values = self.masked(values, 1, inside)
+        if tiling.contract == -1:
+            values = deinterleaved(values, tiling.per_byte)
+        return [values.astype(jnp.int8)] if tiling.fast else terms(values, tiling.x_terms)
+
+    def weights(self, codes: Any, scales: Any, i: Any, at: tuple[Any, Any], inside: Any) -> list[jax.Array]:
+        """A chunk of the weight in bfloat16 terms or int8, its planes side by side."""
+        tiling, size, per_byte = self.tiling, self.tiling.sizes.chunk, self.tiling.per_byte
+        if tiling.contract == -2:
+            tile = codes[0, pl.ds(aligned(i * size, LANES), size), :]
+        else:
+            size = size // per_byte
+            tile = codes[0, :, pl.ds(aligned(i * size, LANES), size)]
+        values = [self.levels(plane) for plane in planes(tile, per_byte)]
+        if tiling.fast:
+            unit = self.w.int8_multiplier or 1
+            return [(joined(values) if unit == 1 else jnp.round(joined(values) * unit)).astype(jnp.int8)]
+        if tiling.folded is None:
+            values = [a * b for a, b in zip(values, self.chunk_scales(scales, i, at), strict=True)]
+            # x is zero there, but a scale may be NaN.
+            axis = 0 if tiling.contract == -2 else 1
+            values = [
+                self.masked(a, axis, inside if axis == 0 else (inside - j + per_byte - 1) // per_byte)
+                for j, a in enumerate(values)
+            ]
+        return terms(joined(values), tiling.w_terms)
+
+    def levels(self, codes: jax.Array) -> jax.Array:
+        """The format's levels of codes: by arithmetic if they are integers, else looked up among those of all codes."""
+        if self.w.int8_multiplier == 1 or self.tiling.per_byte == 1:
+            return self.w.levels(codes)
+        known = (1 << 8 // self.tiling.per_byte) - 1
+        table = self.w.levels(lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1) & known)
+        table = jnp.broadcast_to(table[:1], (codes.shape[0], LANES))
+        found = [
+            jnp.take_along_axis(table, codes[:, at : at + LANES], axis=1, mode="promise_in_bounds")
+            for at in range(0, codes.shape[1], LANES)
+        ]
+        return joined(found)
+
+    def multiply(self, x: list[jax.Array], w: list[jax.Array]) -> jax.Array:
+        """The sum of the products of terms, without those that are smaller than the last bit."""
+        dims = (((1,), (0 if self.tiling.contract == -2 else 1,)), ((), ()))
+        most = max(len(x), len(w))
+        products = [
+            lax.dot_general(a, b, dims, preferred_element_type=jnp.int32 if self.tiling.fast else jnp.float32)
+            for i, a in enumerate(x)
+            for j, b in enumerate(w)
+            if i + j < most
+        ]
+        return sum(products[1:], products[0])
+
+    def by_block(self, x: Any, w: Any, scales: Any, i: Any, at: tuple[Any, Any], inside: Any) -> jax.Array:
+        """Products of integers, each block of rows multiplied by its scales."""
+        size = self.tiling.chunk[0] // self.tiling.blocks
+        factors = joined(self.chunk_scales(scales, i, at, by_row=False))
+        factors = self.masked(factors, 0, -(-inside // size))
+
+        def block(b: int) -> jax.Array:
+            within = slice(b * size, (b + 1) * size)
+            return self.multiply([x[0][:, within]], [w[0][within]]).astype(jnp.float32) * factors[b : b + 1]
+
+        return sum((block(b) for b in range(1, self.tiling.blocks)), block(0))

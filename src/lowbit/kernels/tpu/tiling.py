@@ -1,0 +1,143 @@
+"""How the kernel for TPU divides a product: sizes of tiles, the grid, where scales multiply, and in how many terms.
+
+The matrix unit multiplies bfloat16. What has more bits is split into *terms* of eight bits each, so that a product is
+as exact as its float32 sum: a float32 into three; a decoded weight into two beside activations of bfloat16; levels that
+are integers are one, where one scale covers an axis and can be multiplied into x or y.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from lowbit.formats._blocks import WHOLE, span_of
+
+from .._product import Product
+
+LANES, SUBLANES = 128, 8
+VMEM = {"TPU v5 lite": 128 << 20, "TPU v6 lite": 128 << 20}
+"""Bytes of fast memory by the kind of the chip; others have 64 MB."""
+
+_NO_INT8 = ("TPU v4", "TPU7")  # chips whose matrix unit does not multiply integers
+
+
+class Sizes(NamedTuple):
+    """Rows of x and columns of y in a step, how much of the summed axis, and how much of that at a time."""
+
+    m: int
+    n: int
+    k: int
+    chunk: int
+
+
+def vmem(chip: str) -> int:
+    """How much of the fast memory a step may use: the compiler needs the rest."""
+    return VMEM.get(chip, 64 << 20) * 3 // 4
+
+
+def sizes_for(m: int, k: int, n: int, *, per_byte: int, contract: int, span: int = 1, chip: str = "") -> Sizes:
+    """Sizes for a product of m x k with k x n.
+
+    - All rows of x up to 512, so that the weight is read and decoded once.
+    - The whole summed axis, unless x would take half of the memory, or the weight a quarter; then what fits.
+    - About 1 MB of the weight, enough to hide the start of a copy, in four steps at least, so that copies and
+      arithmetic overlap.
+    - A chunk of about 128 thousand weights, whose planes stay near the registers, and of whole blocks (`span`) of rows.
+    """
+    m = m if m <= 512 else 256
+    block = math.lcm(span, LANES)
+    block = block if block <= 1024 else LANES
+    unit_n, unit_k = (LANES * per_byte, block) if contract == -2 else (block, LANES * per_byte)
+    tile_n = unit_n * _power_below(min((per_byte << 20) // (k * unit_n), n // (4 * unit_n)))
+    chunk = unit_k * _power_below(min((1 << 17) // (tile_n * unit_k), -(-k // unit_k)))
+    # Two of each: one is copied while the other is used.
+    room = min(vmem(chip) // 4 // (round_up(m, 16) * 4), vmem(chip) // 8 * per_byte // tile_n)
+    return Sizes(m, tile_n, round_up(k, chunk) if k <= room else max(chunk, room // chunk * chunk), chunk)
+
+
+def _power_below(number: int) -> int:
+    return 1 << max(number, 1).bit_length() - 1
+
+
+def round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product of known shapes is divided.
+
+    - `shape`: matrices in the batch, rows of x, columns of y, length of the summed axis.
+    - `spans`: of the scales, along stored rows and columns.
+    - `folded`: "x" or "y" if scales cover one axis and multiply these instead of the weight; None otherwise.
+    - `x_terms`, `w_terms`: into how many bfloat16 terms x and w are split.
+    - `fast`: whether integers are multiplied.
+    """
+
+    sizes: Sizes
+    shape: tuple[int, int, int, int]
+    contract: int
+    per_byte: int
+    spans: tuple[int, int]
+    folded: str | None
+    x_terms: int
+    w_terms: int
+    fast: bool
+    dtype: Any
+    chip: str
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        batch, *shape = self.shape
+        return (batch, *(-(-a // b) for a, b in zip(shape, self.sizes[:3], strict=True)))
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of the stored matrix in a step."""
+        return self.stored(self.sizes.n, self.sizes.k)
+
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Rows and columns of the stored matrix that are decoded at a time."""
+        return self.stored(self.sizes.n, self.sizes.chunk)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of rows in a chunk have an integer sum each; 0 if one scale covers the sum."""
+        return max(self.chunk[0] // self.spans[0], 1) if self.fast and not self.folded else 0
+
+    def stored(self, n: Any, k: Any) -> tuple[Any, Any]:
+        """A value for the columns of y and one for the summed axis, in the order in which w is stored."""
+        return (k, n) if self.contract == -2 else (n, k)
+
+
+def tiling_for(product: Product, chip: str, sizes: Sizes | None = None) -> Tiling:
+    """The tiling of a product on a chip. x of float16 counts as float32, which it is converted to."""
+    w, contract, fast = product.w, product.contract, product.arithmetic == "fast"
+    shape = (math.prod(product.batch), math.prod(product.rows), product.n, product.k)
+    dtype = jnp.bfloat16 if product.dtype == jnp.bfloat16 else jnp.float32
+    per_byte, spans = w.packing["codes"], (span_of(w.spans, -2), span_of(w.spans, -1))
+    # A scale that covers one axis depends on the other alone: it multiplies x or y.
+    whole = [axis for axis, span in zip((-2, -1), spans, strict=True) if span == WHOLE]
+    folded = None if not whole else "y" if contract in whole else "x"
+    narrow = product.x.dtype == jnp.bfloat16
+    # Round a bfloat16 weight to bfloat16 only if the result is bfloat16 too.
+    rounded = narrow and w.dtype == jnp.bfloat16 and dtype == jnp.bfloat16
+    exact = rounded or (folded and w.int8_multiplier == 1)
+    # Integers are summed where one scale covers the sum, or block by block of rows.
+    sums = folded is not None or (contract == -2 and spans[1] == 1)
+    _, m, n, k = shape
+    return Tiling(
+        sizes=sizes or sizes_for(m, k, n, per_byte=per_byte, contract=contract, span=max(spans[0], 1), chip=chip),
+        shape=shape,
+        contract=contract,
+        per_byte=per_byte,
+        spans=spans,
+        folded=folded,
+        x_terms=3 if not narrow else 2 if folded == "x" else 1,
+        w_terms=1 if exact else 2 if narrow else 3,
+        fast=fast and sums and w.int8_multiplier is not None and not chip.startswith(_NO_INT8),
+        dtype=dtype,
+        chip=chip,
+    )
