@@ -23,10 +23,8 @@ import lowbit
 from lowbit.cli.app import app
 from lowbit.demo import llama
 from lowbit.demo.language_model import LanguageModel
-from lowbit.io import _folder
-from lowbit.io import convert as converting
-from lowbit.io.gguf import GGUFFile
-from lowbit.io.source import open_tensors
+from lowbit.io import GGUFFile, _directory, open_tensors
+from lowbit.io import _convert as converting
 
 
 def run(*args: Any, code: int = 0) -> Any:
@@ -132,7 +130,7 @@ def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> N
     assert np.array_equal(got.codes, lowbit.ArrayNF4.quantize(w).codes)
     told = run("convert", other, ours, "--force").stderr
     assert "lowbit: model.layers.0.mlp.down_proj.weight was dequantized: its blocks of 64 cross its rows" in told
-    assert "cannot be kept as it is stored" in run("convert", other, ours, "--force", "--strict", code=1).stderr
+    assert "cannot keep its stored bits" in run("convert", other, ours, "--force", "--strict", code=1).stderr
     assert open_tensors(ours).type(name) == "nf4" and left_over(tmp_path) == []
     assert open_tensors(other).type("model.embed_tokens.weight") == "F32"
     run("convert", folder, tmp_path / "a.gguf", code=1)
@@ -231,7 +229,7 @@ def interrupted(*args: Any) -> Any:
 
 def test_only_files_are_replaced(tiny: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    assert "not a file that can be replaced" in run("convert", tiny, tmp_path / "pipe.gguf", "--force", code=1).stderr
+    assert "which cannot be replaced" in run("convert", tiny, tmp_path / "pipe.gguf", "--force", code=1).stderr
     assert (tmp_path / "pipe.gguf").is_fifo() and left_over(tmp_path) == []
 
 
@@ -279,7 +277,7 @@ def test_gguf_types_that_are_no_format_of_ours_are_decoded_once(tmp_path: Path) 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of every file in a directory, without lowbit's manifest."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != _folder.MANIFEST]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != _directory.MANIFEST]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
@@ -516,7 +514,7 @@ def test_stored_tensors_are_requantized_if_asked_and_otherwise_the_report_says_s
     told = run("quantize", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize").output
     assert "Nothing was quantized" in told and "15 stored as nf4 already." in told
     told = run("convert", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize").output
-    assert "Nothing was quantized: no format was asked for." in told
+    assert "Nothing was quantized: no format was given." in told
 
 
 def test_a_rule_that_matches_nothing_is_named(tiny: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lowbit.demo import evaluation, llama
 from lowbit.demo.language_model import LanguageModel, read, write
 from lowbit.demo.llama import LlamaConfig
 from lowbit.demo.model_file import demo_model_path
-from lowbit.io.gguf import GGUFFile
+from lowbit.io import GGUFFile
 from lowbit.testing import dense_weights, equations
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "language_model.json"

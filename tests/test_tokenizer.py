@@ -8,7 +8,7 @@ from tokenizers import models, pre_tokenizers
 
 from lowbit.demo.model_file import demo_model_path
 from lowbit.demo.tokenizer import Tokenizer
-from lowbit.io.gguf import GGUFFile
+from lowbit.io import GGUFFile
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # the characters that stand for bytes, as the package has them

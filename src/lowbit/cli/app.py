@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from lowbit.formats import FORMATS
-from lowbit.io._checks import OptionNeeded
+from lowbit.io import OptionNeeded
 from lowbit.tree import Rule
 
 from .progress import counted, shown
@@ -140,7 +140,7 @@ def convert(
 def inspect(source: Source, as_json: Json = False) -> None:
     """List the tensors of a file: shape, type, bytes, bits for each weight."""
     with plain_errors():
-        from lowbit.io.source import open_tensors
+        from lowbit.io import open_tensors
 
         file = open_tensors(source)
         rows = [{"name": n, "shape": list(file.shape(n)), "type": file.type(n), "bytes": file.nbytes(n)} for n in file]
@@ -166,8 +166,8 @@ def compare(
     Exits with 3 if a difference is NaN or infinite, or a tensor has another shape, whatever the tolerance.
     """
     with plain_errors():
-        from lowbit.io.convert import compared
-        from lowbit.io.source import open_tensors
+        from lowbit.io import open_tensors
+        from lowbit.io._compare import compared
 
         first, second = open_tensors(a), open_tensors(b)
         common = [name for name in first if name in second]
@@ -204,13 +204,13 @@ def report(
 ) -> None:
     """Write a page on how two files differ: sizes and errors by layer, every tensor, the worst in detail."""
     with plain_errors():
-        from lowbit.io._atomic import written_aside
-        from lowbit.io.compare import compare
+        from lowbit.io import compare
+        from lowbit.io._atomic import atomic_write
 
         _check_page(output, (a, b), force)
         found = compare(a, b, histograms=histograms, progress=lambda names: shown(names, "comparing"))
-        with written_aside(output) as aside:
-            aside.write_text(found.to_html(f"{a.name} \u2192 {b.name}"), "utf-8")
+        with atomic_write(output) as staged:
+            staged.write_text(found.to_html(f"{a.name} \u2192 {b.name}"), "utf-8")
         typer.echo(f"{output}: {len(found)} tensors, {len(found.quantized)} of them changed.")
         for note in found.notes:
             typer.echo(note)
@@ -300,9 +300,8 @@ def _convert(
     as_json: bool,
     options: dict[str, bool],
 ) -> None:
-    from lowbit.io.bitsandbytes import DequantizedWarning
-    from lowbit.io.convert import check_target, convert
-    from lowbit.io.source import open_tensors
+    from lowbit.io import DequantizedWarning, open_tensors
+    from lowbit.io._convert import check_target, convert
 
     file = open_tensors(source, strict=options["strict"])
     check_target(source, target, force=force)

@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from lowbit import Report, quantize_tree, shardings
-from lowbit.io.convert import plain_fields
-from lowbit.io.gguf import GGUFFile
-from lowbit.io.source import Tensors, is_stored, open_tensors
+from lowbit.io import GGUFFile, Reader, open_tensors
+from lowbit.io._convert import plain_fields
+from lowbit.io.readers._base import is_stored
 from lowbit.runtime import implicit
 from lowbit.tree import Rules
 
@@ -52,7 +52,7 @@ def score(config: LlamaConfig, params: Any, tokens: jax.Array, cache: Any, forma
     return llama.forward(config, params, tokens, cache, 0, formats=formats)[0][0]
 
 
-def model_fields(file: Tensors) -> dict[str, Any]:
+def model_fields(file: Reader) -> dict[str, Any]:
     """What a file says of its model: the fields of a GGUF, or a config.json."""
     for fields in (file.metadata, plain_fields(file.metadata.get("gguf")), file.metadata.get("config")):
         if isinstance(fields, dict) and (GGUF_KEY in fields or "model_type" in fields):

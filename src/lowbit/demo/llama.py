@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import lowbit
-from lowbit.io.source import Tensors
+from lowbit.io import Reader
 
 Params = dict[str, Any]
 Cache = dict[str, Any]
@@ -116,7 +116,7 @@ HUGGING_FACE = Layout(
 )
 
 
-def load(file: Tensors, fields: Mapping[str, Any], *, as_stored: bool = False) -> tuple[LlamaConfig, Params]:
+def load(file: Reader, fields: Mapping[str, Any], *, as_stored: bool = False) -> tuple[LlamaConfig, Params]:
     """The sizes and the parameters of a llama: in float32, or quantized where the file stores them so.
 
     `fields` are the metadata of a GGUF file, or the config.json of a Hugging Face directory.
