@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -233,10 +234,29 @@ def test_only_files_are_replaced(tiny: Path, tmp_path: Path) -> None:
     assert (tmp_path / "pipe.gguf").is_fifo() and left_over(tmp_path) == []
 
 
-def test_help_has_an_example_for_each_command() -> None:
-    for command in ("quantize", "convert", "inspect", "compare", "bench", "demo", "generate"):
-        assert f"Example: lowbit {command}" in run(command, "--help").output
-    assert "--install-completion" in run("--help").output
+COMMANDS = ("quantize", "convert", "inspect", "compare", "report", "bench", "demo", "generate")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
+    text = run(command, "--help").output
+    assert f"Example: lowbit {command}" in text and run(command, "-h").output == text
+    assert len(text.splitlines()) <= 40
+    options = re.findall(r"^  (?:-\w, )?(--[\w-]+) (<\S+>|[a-z]\S*)", text, re.MULTILINE)
+    assert not options, "metavars are in capitals"
+
+
+def test_help_lists_the_commands_each_on_a_line() -> None:
+    text = run("--help").output
+    assert "--install-completion" in text and "Example: lowbit" in text and run("-h").output == text
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in COMMANDS] == [*COMMANDS]
+    assert "..." not in text.partition("Commands:")[2]
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert lowbit.__version__ == importlib.metadata.version("lowbit")
+    assert run("--version").output == f"lowbit {lowbit.__version__}\n"
 
 
 def test_without_its_packages_the_command_says_what_to_install() -> None:
@@ -520,7 +540,7 @@ def test_stored_tensors_are_requantized_if_asked_and_otherwise_the_report_says_s
 def test_a_rule_that_matches_nothing_is_named(tiny: Path, tmp_path: Path) -> None:
     for options in ((), ("--json",)):
         result = run("quantize", tiny, tmp_path / "out", "--force", "--rule", "*ffn_dwn*=int8", *options)
-        assert result.stderr == "lowbit: The rule '*ffn_dwn*' matched no tensor.\n"
+        assert result.stderr == "lowbit: The pattern '*ffn_dwn*' matched no tensor.\n"
     assert json.loads(result.stdout)["unmatched"] == ["*ffn_dwn*"]
 
 

@@ -1,6 +1,7 @@
 """Low-bit arrays for JAX: weights in 8, 4, 2 or 1 bits that go on being arrays."""
 
 from . import rules as rules
+from ._version import __version__ as __version__
 from .adapters import lora as lora
 from .adapters import merge as merge
 from .config import QuantizationConfig as QuantizationConfig

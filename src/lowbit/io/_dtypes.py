@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 
+# numpy dtypes by their safetensors names. GGUF has the same names for the dtypes that it has.
 # fmt: off
 DTYPES: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
@@ -11,25 +12,10 @@ DTYPES: dict[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in {
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }.items()}
 # fmt: on
-"""numpy dtypes by their safetensors names. Every dtype that a GGUF tensor can have has the same name there.
-
->>> DTYPES["BF16"].name
-'bfloat16'
-"""
-
+# The safetensors name of each numpy dtype.
 NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-"""The safetensors name of each numpy dtype.
-
->>> NAMES[np.dtype("float32")]
-'F32'
-"""
-
+# The tensor types of GGUF that numpy can view without decoding.
 GGUF_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"})
-"""The tensor types of GGUF that numpy can view without decoding; all are in `DTYPES`.
-
->>> GGUF_DTYPES <= DTYPES.keys()
-True
-"""
 
 
 def dense_dtype(kind: str) -> np.dtype:
