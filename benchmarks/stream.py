@@ -33,7 +33,7 @@ import measure
 import numpy as np
 
 import lowbit
-from lowbit.io import _boxes
+from lowbit.io import _chunks
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
@@ -54,8 +54,8 @@ main()
 TIMED = """
 import sys, time
 from pathlib import Path
-from lowbit.io.convert import convert
-from lowbit.io.source import open_tensors
+from lowbit.io import convert
+from lowbit.io import open_tensors
 source, start, used = open_tensors(sys.argv[1]), time.perf_counter(), time.process_time()
 convert(source, Path(sys.argv[2]), rules=sys.argv[3])
 taken = time.perf_counter() - start
@@ -134,7 +134,7 @@ def write(path: Path, size: int, flags: int) -> float:
 
 def encode(dtype: str, format: str, axis: int, repeat: int) -> float:
     """Seconds for a byte."""
-    w = jax.random.normal(jax.random.key(0), (_boxes.PIECE >> 12, 1 << 12), DTYPES[dtype])
+    w = jax.random.normal(jax.random.key(0), (_chunks.CHUNK >> 12, 1 << 12), DTYPES[dtype])
     config = lowbit.QuantizationConfig(format, axis=axis)
     compiled = jax.jit(partial(lowbit.quantize, config=config)).lower(w).compile()
     return measure.least({"": [partial(compiled, w)]}, repeat)[""] / w.nbytes

@@ -32,7 +32,8 @@ import safetensors.numpy
 
 import lowbit
 from lowbit.cli.app import app
-from lowbit.io import _boxes, _folder, _part
+from lowbit.io import _chunks, _directory
+from lowbit.io.streaming import _staging
 
 FOREIGN = {"thesis.txt": b"mine", "notes/day.md": b"1" * 5000, ".hidden": b"", "weights.bin": bytes(range(256))}
 OWN = {".lowbit-out.journal", ".lowbit-out.part", ".lowbit-out.new"}
@@ -68,7 +69,7 @@ def start(source: Path, target: Path, log: Path) -> int:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    _boxes.PIECE, _part.SYNCED = 4096, 8192
+    _chunks.CHUNK, _staging.SYNCED = 4096, 8192
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs behind them ignore it
     try:
         code = app(["quantize", str(source), str(target), "--format", "int8", "--force"], standalone_mode=False)
@@ -83,7 +84,7 @@ def contents(target: Path) -> dict[str, bytes]:
     if target.is_file():
         return {"": target.read_bytes()}
     names = [path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()]
-    return {name: (target / name).read_bytes() for name in names if not name.startswith(_folder.PENDING)}
+    return {name: (target / name).read_bytes() for name in names if not name.startswith(_directory.PENDING)}
 
 
 def whole(source: Path, target: Path, log: Path) -> dict[str, bytes]:
@@ -120,7 +121,7 @@ def is_mixed(target: Path, found: dict[str, bytes], wanted: list[dict[str, bytes
         assert found[name] == data, f"{name} of another program has changed"
     for name, data in found.items():
         assert data in [old.get(name) for old in wanted], f"{name} is neither the old file nor the new one"
-    assert _folder.is_pending(target), "the directory is mixed, and readers cannot tell"
+    assert _directory.is_pending(target), "the directory is mixed, and readers cannot tell"
     return True
 
 
@@ -155,7 +156,7 @@ def tortured(folder: Path, kind: str, kills: int, seed: int) -> dict[str, int]:
         counts["mixed"] += is_mixed(target, found, wanted)
         assert beside <= OWN, beside
         assert "starting over" not in said, said
-        counts["resumed"] += "going on with" in said
+        counts["resumed"] += "resuming" in said
         counts["part"] += ".lowbit-out.part" in beside
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             assert found == wanted[new] and not beside, beside
@@ -209,11 +210,11 @@ def ends_after(left: int) -> None:
 
 def write(target: Path, files: dict[str, bytes], part: Path) -> None:
     """What `convert` does with a directory when its weights are finished."""
-    _folder.finish(target)
-    _folder.discard(target, part)
+    _directory.finish(target)
+    _directory.discard(target, part)
     if not part.exists():  # then they were in their place
         return
-    with _folder.staged(target, files, part) as folder:
+    with _directory.staged(target, files, part) as folder:
         for name, data in files.items():
             if name != "model.safetensors":
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -238,16 +239,16 @@ def stepped(folder: Path, *, fresh: bool) -> int:
         shutil.copyfile(weights, part)
         code = forked(partial(write, target, new, part), calls=call)
         assert code in (0, 9), code
-        found = {name: data for name, data in contents(target).items() if name != _folder.MANIFEST}
+        found = {name: data for name, data in contents(target).items() if name != _directory.MANIFEST}
         assert {name: found.pop(name) for name in foreign} == foreign, call
-        if not _folder.is_pending(target):
+        if not _directory.is_pending(target):
             assert found in (new, {} if fresh else OLD), call
         else:
             assert not fresh and found["model.safetensors"] in (OLD["model.safetensors"], weights.read_bytes()), call
         assert {name for name in os.listdir(folder) if name.startswith(".")} <= OWN
         assert forked(lambda: write(target, new, part)) == 0, call
-        assert {n: d for n, d in contents(target).items() if n != _folder.MANIFEST} == {**new, **foreign}, call
-        assert sorted(os.listdir(folder)) == ["out", "weights"] and not (target / _folder.PENDING).exists(), call
+        assert {n: d for n, d in contents(target).items() if n != _directory.MANIFEST} == {**new, **foreign}, call
+        assert sorted(os.listdir(folder)) == ["out", "weights"] and not (target / _directory.PENDING).exists(), call
         if code == 0:
             return call
 

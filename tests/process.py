@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit
 from lowbit import FORMATS, QuantizedArray
-from lowbit.io import _contents, _writing
+from lowbit.io.container import _header, _write
 
 K, N = 512, 512
 COLUMNS, ROWS = P(None, "x"), P("x", None)
@@ -90,22 +90,22 @@ def run(process: int, folder: Path) -> Any:
 
 def damaged_bytes_of_others_are_not_read(process: int, folder: Path) -> None:
     """The rows of the other process are not what was saved, and nobody looks at them."""
-    path, read, taken = folder / f"damaged-{process}.safetensors", _contents.Tensor.read, []
+    path, read, taken = folder / f"damaged-{process}.safetensors", _header.Tensor.read, []
 
     def counting(self: Any, wanted: Any) -> np.ndarray:
         taken.append(read(self, wanted))
         return taken[-1]
 
-    _contents.Tensor.read = counting
+    _header.Tensor.read = counting
     got = lowbit.load(path, {"w": struct((K, N), over(ROWS))})["w"]
-    _contents.Tensor.read = read
+    _header.Tensor.read = read
     assert_shards(got, weight())
     assert [array.nbytes for array in taken] == [K * N * 4 // 8] * 4
     for like in (None, {"w": struct((K, N), over(P()))}):
         try:
             lowbit.load(path, like)
         except ValueError as error:
-            assert "tensor 'w' is damaged: its checksum is another" in str(error), error
+            assert "tensor 'w' is damaged: its bytes do not match its checksum" in str(error), error
         else:
             raise AssertionError("what is read whole is checked")
 
@@ -165,18 +165,18 @@ def failing_to_write(process: int, path: Path, tree: Any) -> list[str]:
 
 def failing_to_publish(process: int, path: Path, tree: Any) -> list[str]:
     """All pieces are written, and the index is not."""
-    write = _writing.write_file
+    write = _write.write_file
 
     def failing(target: Path, *args: Any) -> bytes:
         if target == path:
             raise OSError(28, "No space left on device")
         return write(target, *args)
 
-    _writing.write_file = failing
+    _write.write_file = failing
     try:
         return [raised(lambda: lowbit.save(path, tree))]
     finally:
-        _writing.write_file = write
+        _write.write_file = write
 
 
 def differing(process: int, path: Path, tree: Any) -> list[str]:

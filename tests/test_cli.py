@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -25,10 +26,8 @@ import lowbit
 from lowbit.cli.app import app
 from lowbit.demo import llama
 from lowbit.demo.language_model import LanguageModel
-from lowbit.io import _folder
-from lowbit.io import convert as converting
-from lowbit.io.gguf import GGUFFile
-from lowbit.io.source import open_tensors
+from lowbit.io import GGUFFile, _directory, open_tensors
+from lowbit.io import _convert as converting
 
 
 def run(*args: Any, code: int = 0) -> Any:
@@ -134,7 +133,7 @@ def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> N
     assert np.array_equal(got.codes, lowbit.ArrayNF4.quantize(w).codes)
     told = run("convert", other, ours, "--force").stderr
     assert "lowbit: model.layers.0.mlp.down_proj.weight was dequantized: its blocks of 64 cross its rows" in told
-    assert "cannot be kept as it is stored" in run("convert", other, ours, "--force", "--strict", code=1).stderr
+    assert "cannot keep its stored bits" in run("convert", other, ours, "--force", "--strict", code=1).stderr
     assert open_tensors(ours).type(name) == "nf4" and left_over(tmp_path) == []
     assert open_tensors(other).type("model.embed_tokens.weight") == "F32"
     run("convert", folder, tmp_path / "a.gguf", code=1)
@@ -233,14 +232,33 @@ def interrupted(*args: Any) -> Any:
 
 def test_only_files_are_replaced(tiny: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    assert "not a file that can be replaced" in run("convert", tiny, tmp_path / "pipe.gguf", "--force", code=1).stderr
+    assert "which cannot be replaced" in run("convert", tiny, tmp_path / "pipe.gguf", "--force", code=1).stderr
     assert (tmp_path / "pipe.gguf").is_fifo() and left_over(tmp_path) == []
 
 
-def test_help_has_an_example_for_each_command() -> None:
-    for command in ("quantize", "convert", "inspect", "compare", "bench", "demo", "generate"):
-        assert f"Example: lowbit {command}" in run(command, "--help").output
-    assert "--install-completion" in run("--help").output
+COMMANDS = ("quantize", "convert", "inspect", "compare", "report", "bench", "demo", "generate")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
+    text = run(command, "--help").output
+    assert f"Example: lowbit {command}" in text and run(command, "-h").output == text
+    assert len(text.splitlines()) <= 40
+    options = re.findall(r"^  (?:-\w, )?(--[\w-]+) (<\S+>|[a-z]\S*)", text, re.MULTILINE)
+    assert not options, "metavars are in capitals"
+
+
+def test_help_lists_the_commands_each_on_a_line() -> None:
+    text = run("--help").output
+    assert "--install-completion" in text and "Example: lowbit" in text and run("-h").output == text
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in COMMANDS] == [*COMMANDS]
+    assert "..." not in text.partition("Commands:")[2]
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert lowbit.__version__ == importlib.metadata.version("lowbit")
+    assert run("--version").output == f"lowbit {lowbit.__version__}\n"
 
 
 def test_without_its_packages_the_command_says_what_to_install() -> None:
@@ -281,7 +299,7 @@ def test_gguf_types_that_are_no_format_of_ours_are_decoded_once(tmp_path: Path) 
 
 def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of every file in a directory, without lowbit's manifest."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != _folder.MANIFEST]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != _directory.MANIFEST]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
@@ -532,13 +550,13 @@ def test_stored_tensors_are_requantized_if_asked_and_otherwise_the_report_says_s
     told = run("quantize", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize").output
     assert "Nothing was quantized" in told and "15 stored as nf4 already." in told
     told = run("convert", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize").output
-    assert "Nothing was quantized: no format was asked for." in told
+    assert "Nothing was quantized: no format was given." in told
 
 
 def test_a_rule_that_matches_nothing_is_named(tiny: Path, tmp_path: Path) -> None:
     for options in ((), ("--json",)):
         result = run("quantize", tiny, tmp_path / "out", "--force", "--rule", "*ffn_dwn*=int8", *options)
-        assert result.stderr == "lowbit: The rule '*ffn_dwn*' matched no tensor.\n"
+        assert result.stderr == "lowbit: The pattern '*ffn_dwn*' matched no tensor.\n"
     assert json.loads(result.stdout)["unmatched"] == ["*ffn_dwn*"]
 
 

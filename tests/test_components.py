@@ -16,10 +16,10 @@ from test_rules import MOVES
 
 import lowbit
 from lowbit import implicit
+from lowbit.io import GGUFFile
 from lowbit.io.bitsandbytes import bitsandbytes_tensors
-from lowbit.io.gguf import GGUFFile
 from lowbit.io.gguf_writer import write_gguf
-from lowbit.io.safetensors import LowbitFile
+from lowbit.io.readers import LowbitFile
 from lowbit.kernels import gpu, tpu
 from lowbit.ops.squares import squares
 

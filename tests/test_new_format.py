@@ -15,8 +15,8 @@ from helpers import HALF, Layout, assert_close, assert_same_bits
 
 import lowbit
 from lowbit import formats
-from lowbit.io.convert import convert
-from lowbit.io.source import is_stored, open_tensors
+from lowbit.io import convert, open_tensors
+from lowbit.io.readers._base import is_stored
 
 PATH = Path(__file__).parent.parent / "examples" / "new_format.py"
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lowbit
 from lowbit.cli.app import app
-from lowbit.io.compare import compare
+from lowbit.io import compare
 from lowbit.models.report import Row
 
 HOSTILE = [
@@ -129,7 +129,7 @@ def test_two_files_make_a_report(files: tuple[Path, Path]) -> None:
         "norm": ("F32", None, None, 256, 256, "F32 in both"),
     }
     for row in report.quantized:
-        x, y = (lowbit.io.source.open_tensors(path).dense(row.path) for path in files)
+        x, y = (lowbit.io.open_tensors(path).dense(row.path) for path in files)
         assert row.error == pytest.approx(np.linalg.norm(y - x) / np.linalg.norm(x), rel=1e-5) and row.error > 0
     assert report["norm"].error is None
     assert [found.path for found in report.histograms] == ["b", "a", "c"]

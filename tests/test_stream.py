@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 import lowbit
 from lowbit import QuantizationConfig, Rule
 from lowbit.cli.app import app
-from lowbit.io import _boxes, _part, _reading
-from lowbit.io import convert as converting
-from lowbit.io._folder import is_pending
-from lowbit.io.safetensors import save
-from lowbit.io.source import open_tensors
+from lowbit.io import _chunks, open_tensors, save
+from lowbit.io import _convert as converting
+from lowbit.io._directory import is_pending
+from lowbit.io.readers import _file_regions
+from lowbit.io.streaming import _journal, _staging
 
 HERE = Path(__file__).parent
 ONE_DEVICE = {**os.environ, "XLA_FLAGS": ""}  # as a user has it
@@ -72,9 +72,9 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_boxes, "PIECE", 2048)
-    monkeypatch.setattr(_boxes, "STRIPE", 2048)
-    monkeypatch.setattr(_part, "SYNCED", 4096)
+    monkeypatch.setattr(_chunks, "CHUNK", 2048)
+    monkeypatch.setattr(_chunks, "STRIPE", 2048)
+    monkeypatch.setattr(_staging, "SYNCED", 4096)
 
 
 def in_memory(source: Path, target: Path, rules: Any) -> bytes:
@@ -110,7 +110,7 @@ def test_systems_that_have_less_make_the_same_file(
     want = in_memory(source, tmp_path / "whole", RULES)
     for name in ("O_DIRECT", "posix_fadvise", "fdatasync"):
         monkeypatch.delattr(os, name, raising=False)
-    monkeypatch.setattr(_reading, "_libc", SimpleNamespace(mincore=lambda *args: -1))
+    monkeypatch.setattr(_file_regions, "_libc", SimpleNamespace(mincore=lambda *args: -1))
     converting.convert(open_tensors(source), tmp_path / "out", rules=RULES)
     assert (tmp_path / "out").read_bytes() == want
 
@@ -178,17 +178,17 @@ def test_what_is_not_in_the_cache_is_read_past_it(tmp_path: Path, monkeypatch: p
     for cached in (True, False):
         for at, length in ((0, 100_000), (5000, 4096), (8192, 8192), (99_999, 1), (4095, 2)):
             ways.clear()
-            assert _reading._run_of(path, at, length).tobytes() == data[at : at + length]
+            assert _file_regions._read_run(path, at, length).tobytes() == data[at : at + length]
             assert ways == [(at if cached else at // page * page,)]  # or in one read of whole pages
-        monkeypatch.setattr(_reading, "_libc", SimpleNamespace(mincore=lambda *args: 0))  # marks no page
-    with pytest.raises(ValueError, match="was cut off while it was read"):
-        _reading._run_of(path, 99_000, 2000)
+        monkeypatch.setattr(_file_regions, "_libc", SimpleNamespace(mincore=lambda *args: 0))  # marks no page
+    with pytest.raises(ValueError, match="was truncated while it was read"):
+        _file_regions._read_run(path, 99_000, 2000)
 
 
 def test_what_is_held_whole_is_told(source: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     converting.convert(open_tensors(source), tmp_path / "out", rules=RULES, note=notes.append)
-    assert notes == ["7,680 numbers of mean.weight are in memory at a time: they share a scale, or are stored as one."]
+    assert notes == ["mean.weight needs 7,680 elements in memory at a time, which share a scale or cannot be split."]
 
 
 # --- what happens on the way
@@ -204,7 +204,7 @@ WAITING = {
 def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal((96, 64)).astype(np.float32) for name in WAITING}
-    monkeypatch.setattr(_part, "SYNCED", 10_000)  # not all is told when it ends
+    monkeypatch.setattr(_staging, "SYNCED", 10_000)  # not all is told when it ends
     safetensors.numpy.save_file(arrays, tmp_path / "in")
     rules = [Rule(name, format) for name, format in WAITING.items()]
     want = in_memory(tmp_path / "in", tmp_path / "whole", rules)
@@ -214,7 +214,7 @@ def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: py
         return converting.convert(open_tensors(tmp_path / "in"), tmp_path / "out", rules=rules, note=notes.append)
 
     def crashed(at: int) -> bool:
-        steps = {name: getattr(_part.Part, name) for name in ("write", "put_scales", "sync", "finish")}
+        steps = {name: getattr(_staging.StagingFile, name) for name in ("write", "put_scales", "sync", "finish")}
         left = at
 
         def step(name: str, self: Any, *args: Any) -> None:
@@ -227,8 +227,8 @@ def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: py
 
         with monkeypatch.context() as patch:
             for name in steps:
-                patch.setattr(_part.Part, name, lambda *args, name=name: step(name, *args))
-            patch.setattr(_part.Part, "keep", lambda self: None)  # a crash leaves no line
+                patch.setattr(_staging.StagingFile, name, lambda *args, name=name: step(name, *args))
+            patch.setattr(_staging.StagingFile, "keep", lambda self: None)  # a crash leaves no line
             try:
                 convert()
             except KeyboardInterrupt:
@@ -240,7 +240,7 @@ def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: py
         report = convert()
         assert (tmp_path / "out").read_bytes() == want and left_over(tmp_path) == [], at
         at += 1
-    assert at > 15 and sum("going on with" in told for told in notes) > at // 2
+    assert at > 15 and sum("resuming" in told for told in notes) > at // 2
     assert not any("starting over" in told for told in notes)
     for name, config in WAITING.items():
         q = lowbit.quantize(arrays[name], QuantizationConfig(config, axis=-2) if name == "b.kernel" else config)
@@ -254,7 +254,7 @@ INT8 = ("--format", "int8", "--rule", "re:(?!int8).*=keep")
 def stopped(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> Callable[[], int]:
     """Have the third piece fail that has scales, when its codes are written; how many parts of pieces were."""
     names: list[str] = []
-    write = _part.Part.put
+    write = _staging.StagingFile.put
 
     def put(self: Any, name: str, *args: Any) -> None:
         if error and name.endswith("scales") and sum(known.endswith("scales") for known in names) == 2:
@@ -262,7 +262,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None)
         names.append(name)
         write(self, name, *args)
 
-    monkeypatch.setattr(_part.Part, "put", put)
+    monkeypatch.setattr(_staging.StagingFile, "put", put)
     return lambda: len(names)
 
 
@@ -285,7 +285,7 @@ def test_what_was_done_is_not_done_again(
         written = stopped(patch, error)
         told = run(*given, code=code).stderr
         first = written()
-    assert text in told and "the same command goes on from there" in told
+    assert text in told and "Repeat the same conversion to resume it" in told
     assert target.read_text() == "old" and left_over(tmp_path) == PART
     journal = [json.loads(line) for line in (tmp_path / PART[0]).read_text().splitlines()]
     assert journal[-1]["done"] > 1
@@ -295,7 +295,7 @@ def test_what_was_done_is_not_done_again(
         written = stopped(patch)
         told = run(*given).stderr
         again = written()
-    assert "going on with .lowbit-out.part" in told and left_over(tmp_path) == []
+    assert "resuming .lowbit-out.part" in told and left_over(tmp_path) == []
     with monkeypatch.context() as patch:
         written = stopped(patch)
         run("quantize", source, tmp_path / "new", *INT8)
@@ -319,7 +319,7 @@ def test_another_source_or_other_rules_start_over(
     assert "starting over" in interrupt("--format", "nf4", "--rule", "re:(?!nf4).*=keep")
     (tmp_path / PART[1]).write_bytes(b"short")
     assert "starting over" in interrupt(*INT8)
-    assert "going on" in run("quantize", source, tmp_path / "out", *INT8).stderr
+    assert "resuming" in run("quantize", source, tmp_path / "out", *INT8).stderr
     run("quantize", source, tmp_path / "new", *INT8)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "new").read_bytes()
 
@@ -336,17 +336,17 @@ def test_what_the_data_makes_fail_leaves_nothing(tmp_path: Path) -> None:
 def test_a_source_that_changes_meanwhile_is_an_error(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = _part.Part.finish
-    monkeypatch.setattr(_part.Part, "write", lambda self, *args: os.utime(source, (1, 1)))
+    write = _staging.StagingFile.finish
+    monkeypatch.setattr(_staging.StagingFile, "write", lambda self, *args: os.utime(source, (1, 1)))
     told = run("quantize", source, tmp_path / "out", *INT8, code=1).stderr
-    assert f"{source} was changed while it was read" in told and os.listdir(tmp_path) == [source.name]
-    assert write is _part.Part.finish
+    assert f"{source} changed while it was read" in told and os.listdir(tmp_path) == [source.name]
+    assert write is _staging.StagingFile.finish
 
 
 def test_a_journal_without_its_part_is_cleaned(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         # Killed after the file has taken its place.
-        patch.setattr(_part.Part, "remove", lambda self: None)
+        patch.setattr(_staging.StagingFile, "remove", lambda self: None)
         run("quantize", source, tmp_path / "out", *INT8)
     assert left_over(tmp_path) == PART[:1]
     told = run("quantize", source, tmp_path / "out", "--force", *INT8).stderr
@@ -354,11 +354,10 @@ def test_a_journal_without_its_part_is_cleaned(source: Path, tmp_path: Path, mon
 
 
 def test_of_two_writers_one_is_told(source: Path, tmp_path: Path) -> None:
-    lock = _part.lock(tmp_path / "out")
+    lock = _journal.lock(tmp_path / "out")
     told = run("quantize", source, tmp_path / "out", code=1).stderr
-    assert (
-        told == f"lowbit: {tmp_path / 'out'} is being written by another process. Wait for it, or give another name.\n"
-    )
+    problem = f"{tmp_path / 'out'} is being written by another process."
+    assert told == f"lowbit: {problem} Wait until it is done, or give another name.\n"
     os.close(lock)
     run("quantize", source, tmp_path / "out", *INT8)
     assert left_over(tmp_path) == []
@@ -369,15 +368,15 @@ def test_a_file_that_was_finished_meanwhile_is_not_written_into(
 ) -> None:
     journal = tmp_path / PART[0]
     journal.touch()
-    lock = _part.fcntl.flock
+    lock = _journal.fcntl.flock
 
     def late(file: int, how: int) -> None:
         lock(file, how)
-        monkeypatch.setattr(_part.fcntl, "flock", lock)
+        monkeypatch.setattr(_journal.fcntl, "flock", lock)
         journal.unlink()  # as the other process does when it is done
 
-    monkeypatch.setattr(_part.fcntl, "flock", late)
-    descriptor = _part.lock(tmp_path / "out")
+    monkeypatch.setattr(_journal.fcntl, "flock", late)
+    descriptor = _journal.lock(tmp_path / "out")
     assert os.path.samestat(os.fstat(descriptor), journal.stat())
     os.close(descriptor)
 
@@ -414,12 +413,12 @@ def test_a_directory_goes_on_where_it_was(directory: Path, tmp_path: Path, monke
     given = ("quantize", directory, tmp_path / "out", *INT8)
     with monkeypatch.context() as patch:
         written = stopped(patch, KeyboardInterrupt())
-        assert "the same command goes on from there" in run(*given, code=130).stderr
+        assert "Repeat the same conversion to resume it" in run(*given, code=130).stderr
         first = written()
     assert not (tmp_path / "out").exists() and left_over(tmp_path) == PART
     with monkeypatch.context() as patch:
         written = stopped(patch)
-        assert "going on with .lowbit-out.part" in run(*given).stderr
+        assert "resuming .lowbit-out.part" in run(*given).stderr
         again = written()
     assert left_over(tmp_path) == []
     with monkeypatch.context() as patch:
@@ -459,8 +458,8 @@ def test_a_directory_that_fails_at_any_step_is_completed_by_the_next_run(
         told.append(result.stderr)
         is_new = (target / "model.safetensors").read_bytes() != nf4
         if is_pending(target):
-            assert "is replaced in part; the same command completes that first" in result.stderr
-            with pytest.raises(ValueError, match=f"{target} is half replaced: .* Repeat the command"):
+            assert "is half replaced. Repeat the same conversion to complete it" in result.stderr
+            with pytest.raises(ValueError, match=f"{target} is half replaced: .* Repeat the conversion"):
                 open_tensors(target)
         else:
             assert (target / "config.json").read_text() == (new if is_new else old)
@@ -471,14 +470,14 @@ def test_a_directory_that_fails_at_any_step_is_completed_by_the_next_run(
         run("quantize", directory, target, "--format", "nf4", "--force")
         (directory / "config.json").write_text(new)
         at += 1
-    assert at > 15 and any("goes on from there" in text for text in told)
-    assert sum("is replaced in part" in text for text in told) > 4
+    assert at > 15 and any("to resume it" in text for text in told)
+    assert sum("is half replaced" in text for text in told) > 4
 
 
 def test_a_file_that_arrives_meanwhile_is_not_replaced(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, finish = tmp_path / "out", _part.Part.finish
+    target, finish = tmp_path / "out", _staging.StagingFile.finish
 
     def late(part: Any) -> None:
         finish(part)
@@ -486,17 +485,17 @@ def test_a_file_that_arrives_meanwhile_is_not_replaced(
         (target / "config.json").write_text("mine")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_part.Part, "finish", late)
+        patch.setattr(_staging.StagingFile, "finish", late)
         told = run("quantize", directory, target, *INT8, code=1).stderr
     assert "config.json. Move them away" in told and (target / "config.json").read_text() == "mine"
     # Nothing that was done is lost.
     assert left_over(tmp_path) == PART
     (target / "config.json").unlink()
-    assert "going on with" in run("quantize", directory, target, *INT8, "--force").stderr
+    assert "resuming" in run("quantize", directory, target, *INT8, "--force").stderr
 
 
 def test_of_two_writers_of_a_directory_one_is_told(directory: Path, tmp_path: Path) -> None:
-    lock = _part.lock(tmp_path / "out")
+    lock = _journal.lock(tmp_path / "out")
     for to in ("lowbit", "safetensors"):
         told = run("convert", directory, tmp_path / "out", "--to", to, code=1).stderr
         assert "is being written by another process" in told
@@ -526,14 +525,14 @@ def test_what_lies_under_the_names_of_lowbit_is_not_removed(directory: Path, tmp
 MEASURED = """
 import sys
 from pathlib import Path
-from lowbit.io import _boxes
-from lowbit.io.convert import convert
-from lowbit.io.source import open_tensors
+from lowbit.io import _chunks
+from lowbit.io import convert
+from lowbit.io import open_tensors
 
 def kilobytes(what):
     return int(Path("/proc/self/status").read_text().split(what + ":")[1].split()[0])
 
-_boxes.PIECE = _boxes.STRIPE = 1 << 18
+_chunks.CHUNK = _chunks.STRIPE = 1 << 18
 folder = Path(sys.argv[1])
 convert(open_tensors(folder / "small"), folder / "out", rules="nf4")
 before = kilobytes("VmRSS")

@@ -8,7 +8,7 @@ from tokenizers import models, pre_tokenizers
 
 from lowbit.demo.model_file import demo_model_path
 from lowbit.demo.tokenizer import Tokenizer
-from lowbit.io.gguf import GGUFFile
+from lowbit.io import GGUFFile
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())  # the characters that stand for bytes, as the package has them
@@ -135,7 +135,7 @@ def test_chat_is_the_template_with_the_prompt_as_plain_text(synthetic):
 @pytest.mark.parametrize("template", [None, "{{ '[INST] ' + text }}"])
 def test_another_template_than_chatml_is_an_error(template):
     tokenizer = Tokenizer.from_gguf(fields("smollm", chat_template=template))
-    with pytest.raises(ValueError, match=r"tokenizer.chat_template is no ChatML.*<\|im_start\|> and <\|im_end\|>"):
+    with pytest.raises(ValueError, match=r"tokenizer.chat_template is not ChatML.*<\|im_start\|> and <\|im_end\|>"):
         tokenizer.chat("a")
 
 
@@ -157,7 +157,7 @@ WRONG = {
     "no model": ({"ggml__model": None}, r"tokenizer.ggml.model is missing"),
     "no merges": ({"ggml__merges": None}, r"tokenizer.ggml.merges is missing"),
     "tokens that are numbers": ({"ggml__tokens": [1, 2]}, r"tokenizer.ggml.tokens must be an array of str"),
-    "a token twice": ({"ggml__tokens": ["a", "a"]}, r"tokenizer.ggml.tokens has the same token twice"),
+    "a token twice": ({"ggml__tokens": ["a", "a"]}, r"tokenizer.ggml.tokens has duplicate tokens"),
     "too few types": ({"ggml__token_type": [1, 1]}, r"tokenizer.ggml.token_type has 2 entries for \d+ tokens"),
     "a merge of nothing": ({"ggml__merges": ["ab"]}, r"Entry 0 of .*merges is 'ab'.* 'ab' is none"),
     "a merge to nothing": ({"ggml__merges": ["1 2", "a b"]}, r"Entry 1 of .*merges is 'a b'.* 'ab' is none"),

@@ -2,6 +2,7 @@
 
 from . import rules as rules
 from . import testing as testing
+from ._version import __version__ as __version__
 from .adapters.array import LoraArray as LoraArray
 from .adapters.tree import lora as lora
 from .adapters.tree import merge as merge
@@ -21,9 +22,9 @@ from .formats import ArrayNF4 as ArrayNF4
 from .formats import Format as Format
 from .formats import QuantizedArray as QuantizedArray
 from .formats import register_format as register_format
-from .io.safetensors import load as load
-from .io.safetensors import load_metadata as load_metadata
-from .io.safetensors import save as save
+from .io import load as load
+from .io import load_metadata as load_metadata
+from .io import save as save
 from .kernels._export import export_checks as export_checks
 from .kernels._table import compute as compute
 from .kernels._table import is_kernel_available as is_kernel_available

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from lowbit import Array1B, Array8B, ArrayNF4
-from lowbit.io.safetensors import save
+from lowbit.io import save
 
 OUT = Path(__file__).with_name("version1.safetensors")
 METADATA = {"step": 12, "name": "gold ☉", "nested": {"list": [1, 2.5, None, True, "x"]}}

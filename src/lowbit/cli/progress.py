@@ -1,4 +1,4 @@
-"""Bars for long work: how much is done, how fast, and how long it will take. Quiet where there is no terminal."""
+"""Progress bars on stderr. Without a terminal they print nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 
 def shown(names: Sequence[str], doing: str) -> Iterator[str]:
-    """The names one by one, with a bar on stderr that counts them."""
+    """Iterate over names, with a bar that counts them."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield from names
@@ -20,9 +20,9 @@ def shown(names: Sequence[str], doing: str) -> Iterator[str]:
 
 @contextmanager
 def counted(doing: str) -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
-    """What to tell the bytes that are done and those that there are, and what prints a line above the bar.
+    """Two functions: one that updates a bar with the bytes done and their total, one that prints a line above it.
 
-    The rate is that of this run alone.
+    The rate counts the bytes of this run alone.
     """
     console = Console(stderr=True)
 
@@ -36,9 +36,9 @@ def counted(doing: str) -> Iterator[tuple[Callable[[int, int], None], Callable[[
     with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
         tasks = []
 
-        def tell(done: int, total: int) -> None:
+        def update(done: int, total: int) -> None:
             if not tasks:
                 tasks.append(bar.add_task(doing, total=total, completed=done))
             bar.update(tasks[0], completed=done)
 
-        yield tell, note
+        yield update, note

@@ -1,4 +1,4 @@
-"""What a format costs a language model and what it gains: perplexity, divergence, speed."""
+"""Measuring a quantized language model: perplexity, divergence from a reference, speed."""
 
 import dataclasses
 import hashlib
@@ -13,14 +13,14 @@ import numpy as np
 
 from .language_model import PROMPT_STEP, LanguageModel, read
 
-# Each window is read by itself; the first token of it is not predicted.
+# Each window is evaluated separately; its first token is not predicted.
 WINDOW = 512
 PROMPT_TOKENS = 4 * PROMPT_STEP
 RUNS = 3
 
 
 def demo_text() -> str:
-    """The prose that the demo measures on, written for it."""
+    """The prose that the demo measures on."""
     return files("lowbit.demo").joinpath("text.txt").read_text("utf-8")
 
 
@@ -30,11 +30,11 @@ def checksum(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """How a model predicts a text, and how far it is from the reference: exact zeros and one for the reference itself.
+    """How well a model predicts a text, and how far it is from a reference model.
 
-    - `perplexity`: exp of the mean surprise at each token.
-    - `divergence`: mean Kullback-Leibler divergence from the reference's distribution, in nats.
-    - `agreement`: how often both think the same token the likeliest.
+    - `perplexity`: exp of the mean negative log-likelihood of a token.
+    - `divergence`: mean Kullback-Leibler divergence from the reference, in nats; 0 for the reference itself.
+    - `agreement`: the share of tokens where both predict the same most likely token.
     """
 
     perplexity: float
@@ -44,58 +44,58 @@ class Quality:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Tokens per second: of a prompt of 256, and of text after it. The best of three runs."""
+    """Tokens per second, the best of three runs: reading a prompt of 256, and generating after it."""
 
     prompt: float
     generated: float
 
 
 def windows(model: LanguageModel, text: str) -> list[list[int]]:
-    """The text as pieces of `WINDOW` tokens, the last one shorter."""
+    """The tokens of a text in windows of `WINDOW`, without an incomplete last one unless it is the only one."""
     ids = model.tokenizer.encode(text)
-    pieces = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
-    return [piece for piece in pieces if len(piece) == WINDOW or piece is pieces[0]]
+    found = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
+    return [window for window in found if len(window) == WINDOW or window is found[0]]
 
 
 class Reference(NamedTuple):
-    """What the model that others are measured against says after each token of a text.
+    """The predictions of the reference model after each token of a text.
 
-    The logits are in half precision. That moves a divergence by a few millionths, for it grows with the square of a
-    difference; but it makes ties, so the likeliest tokens are kept as they were.
+    The logits are kept in half precision, which changes a divergence by a few millionths. It also makes ties, so the
+    most likely tokens are kept separately.
     """
 
     logits: np.ndarray
     likeliest: np.ndarray
 
 
-def references(model: LanguageModel, pieces: Sequence[Sequence[int]]) -> list[Reference]:
-    """What the model says about each piece of a text, held outside of JAX."""
+def references(model: LanguageModel, windows: Sequence[Sequence[int]]) -> list[Reference]:
+    """The predictions of a model for each window of a text, in numpy arrays."""
     return [
         Reference(np.array(logits.astype(jnp.float16)), np.array(jnp.argmax(logits, -1)))
-        for logits in map(model.logits, pieces)
+        for logits in map(model.logits, windows)
     ]
 
 
-def quality(model: LanguageModel, pieces: Sequence[Sequence[int]], references: Sequence[Reference]) -> Quality:
-    """How well a model predicts the pieces of a text, and how near it is to the reference."""
-    return summary([sums(model, piece, reference) for piece, reference in zip(pieces, references, strict=True)])
+def quality(model: LanguageModel, windows: Sequence[Sequence[int]], references: Sequence[Reference]) -> Quality:
+    """The quality of a model over the windows of a text."""
+    return summary([sums(model, window, reference) for window, reference in zip(windows, references, strict=True)])
 
 
-def sums(model: LanguageModel, piece: Sequence[int], reference: Reference) -> np.ndarray:
-    """Over the tokens of a piece: surprise, divergence, agreement, and how many they are."""
-    found = _compared(model.logits(piece), reference, jnp.asarray(piece))
-    return np.array([*found, len(piece) - 1], np.float64)
+def sums(model: LanguageModel, window: Sequence[int], reference: Reference) -> np.ndarray:
+    """Sums over the tokens of a window: negative log-likelihood, divergence, agreement, and their number."""
+    found = _compared(model.logits(window), reference, jnp.asarray(window))
+    return np.array([*found, len(window) - 1], np.float64)
 
 
-def summary(pieces: Sequence[np.ndarray]) -> Quality:
-    """The quality over several pieces, from the sums of each."""
-    surprise, divergence, agreement, count = np.sum(pieces, axis=0)
+def summary(found: Sequence[np.ndarray]) -> Quality:
+    """The quality over several windows, from the `sums` of each."""
+    surprise, divergence, agreement, count = np.sum(found, axis=0)
     return Quality(float(np.exp(surprise / count)), float(divergence / count), float(agreement / count))
 
 
 @jax.jit
 def _compared(logits: jax.Array, reference: Reference, tokens: jax.Array) -> tuple[jax.Array, ...]:
-    """Sums over the tokens but the first: surprise, divergence, agreement."""
+    """Sums over all tokens but the first: negative log-likelihood, divergence, agreement."""
     got, wanted = (jax.nn.log_softmax(x[:-1].astype(jnp.float32)) for x in (logits, reference.logits))
     surprise = -jnp.take_along_axis(got, tokens[1:, None], axis=-1)
     divergence = jnp.sum(jnp.exp(wanted) * (wanted - got), axis=-1)
@@ -104,7 +104,7 @@ def _compared(logits: jax.Array, reference: Reference, tokens: jax.Array) -> tup
 
 
 def speed(model: LanguageModel, prompt: Sequence[int], tokens: int) -> Speed:
-    """How fast a model reads a prompt and writes after it."""
+    """How fast a model reads a prompt and generates after it."""
     forever: Any = _Endless()
     prompt = (list(prompt) * (PROMPT_TOKENS // len(prompt) + 1))[:PROMPT_TOKENS]
     batch = np.asarray(prompt, np.int32)[None]
@@ -133,13 +133,13 @@ def speed(model: LanguageModel, prompt: Sequence[int], tokens: int) -> Speed:
 
 
 class _Endless:
-    """A tokenizer that knows no end of a text, so that every run writes the same number of tokens."""
+    """A tokenizer without an end token, so that every run generates the same number of tokens."""
 
     eos = None
 
 
 class _Clock:
-    """Collects how long each `with` block took."""
+    """Collects the duration of each `with` block."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -152,5 +152,5 @@ class _Clock:
 
 
 def live_bytes() -> int:
-    """Bytes of all arrays that JAX holds."""
+    """Bytes of all live JAX arrays."""
     return sum(x.nbytes for x in jax.live_arrays())

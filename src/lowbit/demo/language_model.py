@@ -1,4 +1,4 @@
-"""A language model from a file, ready to read and to write text."""
+"""A language model from a file: generation and evaluation."""
 
 import dataclasses
 import itertools
@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from lowbit import Report, quantize_tree, shardings
-from lowbit.io.convert import plain_fields
-from lowbit.io.gguf import GGUFFile
-from lowbit.io.source import Tensors, is_stored, open_tensors
+from lowbit.io import GGUFFile, Reader, open_tensors
+from lowbit.io._convert import plain_fields
+from lowbit.io.readers._base import is_stored
 from lowbit.models.patterns import Rules
 from lowbit.runtime import implicit
 
@@ -24,7 +24,7 @@ from . import llama
 from .llama import DENSE, Formats, LlamaConfig
 from .tokenizer import HuggingFaceTokenizer, Tokenizer
 
-# Prompts are filled up to a multiple of this many tokens, and caches of the other, so that few programs are compiled.
+# Prompts and caches are padded to multiples of these numbers of tokens, so that few programs are compiled.
 PROMPT_STEP, CACHE_STEP = 64, 64
 GGUF_KEY = "general.architecture"
 Progress = Callable[[int, int], None]  # called with the bytes that are done, and with all of them
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]  # called with the bytes that are done, an
 @partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
 @partial(implicit)
 def read(config: LlamaConfig, params: Any, tokens: jax.Array, cache: Any, last: Any, formats: Formats) -> Any:
-    """The token that follows a prompt, of which `last` is the last, and the cache that holds it."""
+    """The token after a prompt whose last token is at `last`, and the cache with the prompt."""
     logits, cache = llama.forward(config, params, tokens, cache, 0, last=last, formats=formats)
     return jnp.argmax(logits[:, -1:], -1).astype(jnp.int32), cache
 
@@ -41,7 +41,7 @@ def read(config: LlamaConfig, params: Any, tokens: jax.Array, cache: Any, last: 
 @partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
 @partial(implicit)
 def write(config: LlamaConfig, params: Any, token: jax.Array, cache: Any, position: Any, formats: Formats) -> Any:
-    """The token that follows another one, and the cache with that."""
+    """The token after another one, and the updated cache."""
     logits, cache = llama.forward(config, params, token, cache, position, formats=formats)
     return jnp.argmax(logits, -1).astype(jnp.int32), cache
 
@@ -53,13 +53,13 @@ def score(config: LlamaConfig, params: Any, tokens: jax.Array, cache: Any, forma
     return llama.forward(config, params, tokens, cache, 0, formats=formats)[0][0]
 
 
-def model_fields(file: Tensors) -> dict[str, Any]:
-    """What a file says of its model: the fields of a GGUF, or a config.json."""
+def model_fields(file: Reader) -> dict[str, Any]:
+    """The metadata of the model in a file: the fields of a GGUF file, or a config.json."""
     for fields in (file.metadata, plain_fields(file.metadata.get("gguf")), file.metadata.get("config")):
         if isinstance(fields, dict) and (GGUF_KEY in fields or "model_type" in fields):
             return fields
     raise ValueError(
-        f"{file.path} says nothing of the model it holds, neither in fields of a GGUF file nor in a config.json."
+        f"{file.path} does not describe its model: it has neither the fields of a GGUF file nor a config.json."
     )
 
 
@@ -82,10 +82,10 @@ class LanguageModel:
 
     @classmethod
     def from_file(cls, path: str | Path, format: str | None = None, *, progress: Progress | None = None) -> Self:
-        """The model in a GGUF file, in a file of ours that came from one, or in a Hugging Face directory.
+        """The model in a GGUF file, a lowbit file that was made from one, or a Hugging Face directory.
 
-        `format` is that of the weights, or `"float32"`. None keeps them as they are stored in a file of ours or a
-        directory, if they are quantized there, and is NF4 otherwise.
+        `format` is that of the weights, or `"float32"`. None keeps the stored bits of a lowbit file or a directory with
+        quantized weights, and is NF4 otherwise.
         """
         file = open_tensors(path)
         fields = model_fields(file)
@@ -111,12 +111,12 @@ class LanguageModel:
         return dataclasses.replace(self, params=params), report
 
     def sharded(self, mesh: Mesh, axis: str = "model") -> Self:
-        """The same model with every weight cut over an axis of a mesh, and whole heads on each device."""
+        """The same model with every weight sharded over an axis of a mesh, and whole heads on each device."""
         where = jax.tree.map(partial(NamedSharding, mesh), llama.specs(self.params, axis))
         params = jax.device_put(self.params, shardings(self.params, where))
         if self.config.kv_heads % mesh.shape[axis]:
             raise ValueError(
-                f"{self.config.heads} heads that share {self.config.kv_heads} keys cannot be cut over the "
+                f"{self.config.heads} heads that share {self.config.kv_heads} keys cannot be sharded over the "
                 f"{mesh.shape[axis]} devices of {axis!r}. {math.gcd(self.config.kv_heads, mesh.shape[axis])} would do."
             )
         return dataclasses.replace(self, params=params)
@@ -124,14 +124,14 @@ class LanguageModel:
     def cache(self, length: int) -> Any:
         """An empty cache for at least `length` tokens."""
         if length > self.config.context:
-            raise ValueError(f"{length} tokens are more than the {self.config.context} that this model can see.")
+            raise ValueError(f"{length} tokens exceed the context of this model, {self.config.context}.")
         room = min(math.ceil(length / CACHE_STEP) * CACHE_STEP, self.config.context)
         return llama.new_cache(self.config, room, self.formats)
 
     def generate(self, prompt: Sequence[int], most: int) -> Iterator[int]:
-        """Up to `most` tokens after a prompt, the likeliest each time, until the model ends its text."""
+        """Generate up to `most` tokens after a prompt, the most likely each time, until the end token."""
         if not prompt:
-            raise ValueError("The prompt has no token to go on from.")
+            raise ValueError("The prompt is empty: give at least one token.")
         filled = math.ceil(len(prompt) / PROMPT_STEP) * PROMPT_STEP
         cache = self.cache(max(len(prompt) + most, filled))
         tokens = np.zeros((1, min(filled, cache["k"].shape[-2])), np.int32)
@@ -146,6 +146,6 @@ class LanguageModel:
                 token, cache = write(self.config, self.params, token, cache, position, self.formats)
 
     def logits(self, tokens: Sequence[int]) -> jax.Array:
-        """The logits after each token, each seeing those before it: (tokens, vocabulary)."""
+        """The logits after each token of a text: (tokens, vocabulary)."""
         batch = jnp.asarray(tokens, jnp.int32)[None]
         return score(self.config, self.params, batch, self.cache(len(tokens)), self.formats)

@@ -1,4 +1,4 @@
-"""A llama in plain JAX: layers stacked and scanned, a key-value cache, and no word of quantization but in the cache.
+"""A llama in plain JAX: stacked layers in a scan, and a key-value cache. Only the cache mentions quantization.
 
 Weights are (in, out), so that `x @ w` is the product; a layer is a slice of each stack.
 """
@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import lowbit
-from lowbit.io.source import Tensors
+from lowbit.io import Reader
 
 Params = dict[str, Any]
 Cache = dict[str, Any]
@@ -24,7 +24,7 @@ DENSE: Formats = (None, None)
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of a model, by the names that papers use."""
+    """The sizes of a model."""
 
     vocabulary: int
     width: int
@@ -43,10 +43,10 @@ class LlamaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a kind of file has the sizes and the tensors of a llama, each matrix as (out, in).
+    """The names of the sizes and tensors of a llama in a kind of file, which has each matrix as (out, in).
 
     - `layer`: a pattern for the number of a layer and the name of a tensor in it.
-    - `halves`: each head turns pairs of its first and second half, and not pairs of neighbours.
+    - `halves`: rotary embeddings pair the two halves of a head, not neighbours.
     """
 
     sizes: dict[str, str]
@@ -116,15 +116,15 @@ HUGGING_FACE = Layout(
 )
 
 
-def load(file: Tensors, fields: Mapping[str, Any], *, as_stored: bool = False) -> tuple[LlamaConfig, Params]:
-    """The sizes and the parameters of a llama: in float32, or quantized where the file stores them so.
+def load(file: Reader, fields: Mapping[str, Any], *, as_stored: bool = False) -> tuple[LlamaConfig, Params]:
+    """The sizes and the parameters of a llama: in float32, or with the stored bits if `as_stored`.
 
     `fields` are the metadata of a GGUF file, or the config.json of a Hugging Face directory.
     """
     layout = GGUF if "general.architecture" in fields else HUGGING_FACE
     kind = fields.get("general.architecture", fields.get("model_type"))
     if kind != "llama":
-        raise ValueError(f"{file.path} holds a model of the kind {kind!r}, and only 'llama' can be run.")
+        raise ValueError(f"{file.path} holds a model of type {kind!r}, and only 'llama' can be run.")
     wrong = [key for key in layout.sizes.values() if type(fields.get(key)) not in (int, float)]
     if wrong:
         raise ValueError(f"{file.path}: the metadata has no number for {', '.join(wrong)}.")
@@ -136,7 +136,7 @@ def load(file: Tensors, fields: Mapping[str, Any], *, as_stored: bool = False) -
         return array if isinstance(array, lowbit.QuantizedArray) else jnp.asarray(array, jnp.float32)
 
     def turned(w: Any, heads: int) -> Any:
-        """Rows of a head in the order in which neighbours are pairs."""
+        """The rows of each head, reordered so that neighbours are pairs."""
         return jnp.swapaxes(w.reshape(heads, 2, -1, w.shape[-1]), 1, 2).reshape(w.shape)
 
     def stack(name: str) -> Any:
@@ -162,7 +162,7 @@ def load(file: Tensors, fields: Mapping[str, Any], *, as_stored: bool = False) -
 
 
 def init(config: LlamaConfig, key: jax.Array) -> Params:
-    """Random parameters, with the embedding for the head too."""
+    """Random parameters, with the embedding tied to the head."""
     shapes = {
         "q": (config.width, config.width),
         "k": (config.width, config.kv_heads * config.head_size),
@@ -186,10 +186,10 @@ def init(config: LlamaConfig, key: jax.Array) -> Params:
 
 
 def specs(params: Params, axis: str = "model") -> Params:
-    """Tensor parallelism: how each parameter is cut over an axis of a mesh.
+    """Tensor parallelism: how each parameter is sharded over an axis of a mesh.
 
-    Columns of what reads the stream, rows of what writes to it: a layer adds up twice and moves no weight. Heads go
-    whole to a device if their number divides.
+    Weights that read the residual stream are sharded by columns, those that write to it by rows, so a layer has two
+    all-reduces and gathers no weight. Each device has whole heads if their number divides.
     """
     columns, rows = PartitionSpec(None, None, axis), PartitionSpec(None, axis, None)
     cut = {"o": rows, "down": rows, "attn_norm": PartitionSpec(), "mlp_norm": PartitionSpec()}
@@ -202,13 +202,13 @@ def specs(params: Params, axis: str = "model") -> Params:
 
 
 def new_cache(config: LlamaConfig, length: int, formats: Formats = DENSE) -> Cache:
-    """Room for the keys and values of `length` tokens, each dense or in a format."""
+    """An empty cache for the keys and values of `length` tokens, each dense or in a format."""
     shape = (config.layers, 1, config.kv_heads, length, config.head_size)
     return {name: stored(jnp.zeros(shape), format) for name, format in zip("kv", formats, strict=True)}
 
 
 def stored(x: jax.Array, format: str | None) -> Any:
-    """Keys or values as the cache keeps them: a scale for every token and head."""
+    """Keys or values as the cache stores them: with a scale for every token and head."""
     return x if format is None else lowbit.quantize(x, lowbit.QuantizationConfig(format, axis=-1))
 
 
@@ -225,8 +225,8 @@ def forward(
 ) -> tuple[jax.Array, Cache | None]:
     """Logits of `tokens` (batch, length), and the cache with them written at `start`.
 
-    With `last`, only the logits after that token are computed. `formats` are those of the cache. With `remat`, a
-    gradient computes each layer anew and keeps only what goes from one to the next.
+    `last`: compute only the logits after that token. `formats`: those of the cache. `remat`: recompute each layer in
+    the backward pass, to save memory.
     """
     batch, length = tokens.shape
     heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
@@ -248,7 +248,7 @@ def forward(
             at = (i, 0, 0, start, 0)
             cache = {name: lax.dynamic_update_slice(cache[name], jnp.asarray(x), at) for name, x in new.items()}
             k, v = (lax.dynamic_index_in_dim(cache[name], i, keepdims=False) for name in ("k", "v"))
-        # Every key serves a group of heads.
+        # Each key is shared by a group of heads.
         q = q.reshape(batch, kv_heads, heads // kv_heads, length, size)
         scores = jnp.einsum("bkgsd,bktd->bkgst", q, k) / math.sqrt(size)
         weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
@@ -272,7 +272,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rope(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Turn each pair of neighbours by an angle that grows with the position."""
+    """Rotary embedding: rotate each pair of neighbours by an angle that grows with the position."""
     size = x.shape[-1]
     angles = positions[:, None] * base ** (-jnp.arange(0, size, 2) / size)
     even, odd = x[..., 0::2], x[..., 1::2]

@@ -1,4 +1,4 @@
-"""The demo: one model in every format, with its answers and a table of what each costs."""
+"""The demo: one model in every format, its answers, and a table of quality, memory and speed."""
 
 import dataclasses
 import time
@@ -35,30 +35,30 @@ class Result:
 def run(
     path: Path, text: str, *, formats: Sequence[str] = tuple(FORMATS), cache: Formats | None = None, tokens: int = 40
 ) -> list[Result]:
-    """Print what the model says in float32 and in each format, and the table; the rows of it.
+    """Print the answers of the model in float32 and in each format, and the table; returns its rows.
 
-    `cache` is the format of keys and values for all but float32; by default they stay dense, and NF4 runs once more
-    with both in int8. int8 runs once more with a scale for every 32 weights.
+    `cache` is the format of keys and values for all runs but float32. By default they are dense, and NF4 has a second
+    run with both in int8. int8 has a second run with blocks of 32.
     """
     start = time.monotonic()
     print(f"model  {path.name}, {path.stat().st_size / 1e6:.0f} MB")
     model = LanguageModel.from_gguf(path)
-    pieces = evaluation.windows(model, text)
-    count = sum(map(len, pieces))
+    windows = evaluation.windows(model, text)
+    count = sum(map(len, windows))
     print(f"text   {len(text.encode()):,} bytes, sha256 {evaluation.checksum(text)}")
-    print(f"       {count:,} tokens of it are read, in {len(pieces)} windows of {len(pieces[0])}\n")
+    print(f"       {count:,} tokens are evaluated, in {len(windows)} windows of {len(windows[0])}\n")
     dense_bits = 8 * _nbytes(model) / _size(model)
     print("== float32")
-    # All that others are measured against; then the dense model is let go.
-    references = evaluation.references(model, pieces)
-    results = [_measured("float32", model, dense_bits, pieces, references, tokens)]
+    # The dense model can be freed after this.
+    references = evaluation.references(model, windows)
+    results = [_measured("float32", model, dense_bits, windows, references, tokens)]
     for name, config, kv in _runs(formats, cache):
         del model
         print(f"\n== {name}{_remark(name)}")
         with counted("quantizing") as (progress, _):
             model, report = LanguageModel.from_gguf(path).quantized(config, strict=True, progress=progress)
         model = dataclasses.replace(model, formats=kv)
-        results.append(_measured(name, model, report.bits, pieces, references, tokens))
+        results.append(_measured(name, model, report.bits, windows, references, tokens))
     print()
     print(table(results))
     print(f"\n{time.monotonic() - start:.0f} seconds")
@@ -111,10 +111,10 @@ def table(results: Sequence[Result]) -> str:
     ]
     rows = [rows[0], *(row + _remark(r.name) for row, r in zip(rows[1:], results, strict=True))]
     notes = [
-        "bits: for each weight, all parameters counted. peak MB: JAX arrays alive while it generates, cache included.",
-        "KL and top-1: against float32, in nats, and as the share of tokens after which both think the same likeliest.",
-        "The weights of this file lie on a 4-bit grid already (Q4_1), so what 4 bits lose here is not what they lose",
-        "on a model in full precision.",
+        "bits: per weight, over all parameters. peak MB: live JAX arrays while it generates, with the cache.",
+        "KL: divergence from float32 in nats. top-1: share of tokens where both predict the same most likely token.",
+        "The weights of this file are on a 4-bit grid already (Q4_1), so 4-bit formats lose less here than on a model",
+        "in full precision.",
     ]
     return "\n".join([*rows, *notes])
 
@@ -123,7 +123,7 @@ def _measured(
     name: str,
     model: LanguageModel,
     bits: float,
-    pieces: Sequence[Sequence[int]],
+    windows: Sequence[Sequence[int]],
     references: Sequence[Reference],
     tokens: int,
 ) -> Result:
@@ -131,18 +131,18 @@ def _measured(
 
     def said(prompt: Sequence[int]) -> Iterator[str]:
         nonlocal peak
-        for piece in model.tokenizer.stream(model.generate(prompt, tokens)):
+        for text in model.tokenizer.stream(model.generate(prompt, tokens)):
             peak = max(peak, live_bytes())
-            print(piece, end="", flush=True)
-            yield piece
+            print(text, end="", flush=True)
+            yield text
         print(flush=True)
 
     print(f"{CONTINUED}...", end="", flush=True)
     continuation = "".join(said(model.tokenizer.encode(CONTINUED)))
     print(f"> {ASKED}")
     _ = "".join(said(model.tokenizer.chat(ASKED)))
-    speed = evaluation.speed(model, pieces[0], tokens)
-    quality = evaluation.quality(model, pieces, references)
+    speed = evaluation.speed(model, windows[0], tokens)
+    quality = evaluation.quality(model, windows, references)
     return Result(name, bits, _nbytes(model), peak, quality, speed, continuation)
 
 
@@ -151,7 +151,7 @@ def _megabytes(count: int) -> str:
 
 
 def _remark(name: str) -> str:
-    """One bit or two a weight are for models that were trained with them."""
+    """Formats of one or two bits are for models that were trained with them."""
     return "  needs training" if name in FORMATS and FORMATS[name].bits < 3 else ""
 
 

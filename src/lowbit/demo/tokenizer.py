@@ -1,8 +1,8 @@
-"""Text to token ids and back, as the fields of a GGUF file say.
+"""Tokenizers: from the fields of a GGUF file, or from a Hugging Face directory.
 
-Byte-level BPE: text is cut into words by a regular expression, each byte of a word is written as one visible
-character, and pairs of neighbours are merged in the order of the file's list. How the words are cut is in the field
-`tokenizer.ggml.pre`; the table below has a row for each that is known (llama.cpp, `llama-vocab.cpp`).
+Byte-level BPE: a regular expression splits text into words, each byte of a word is written as one visible character,
+and pairs of neighbours are merged in the order of the file's list. The field `tokenizer.ggml.pre` names the regular
+expression; the table below has a row for each supported name (llama.cpp, `llama-vocab.cpp`).
 """
 
 import codecs
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Self
 
 
 class _Pre(NamedTuple):
-    """What a value of `tokenizer.ggml.pre` means.
+    """The meaning of a value of `tokenizer.ggml.pre`.
 
-    - `splits`: regular expressions, each applied to the pieces that the one before left. What matches is a piece, and
-      so is what lies between.
-    - `whole_words`: a word that is a token is taken as it is, even if no merges lead there.
-    - `add_bos`: if the file does not say.
+    - `splits`: regular expressions, each applied to the words that the one before gave. A match is a word, and so is
+      the text between two matches.
+    - `whole_words`: a word that is a token is that token, even if no merges lead to it.
+    - `add_bos`: the default, if the file does not say.
     """
 
     splits: tuple[str, ...]
@@ -58,7 +58,7 @@ class Tokenizer:
 
         tokenizer = Tokenizer.from_gguf(GGUFFile("model.gguf").metadata)
         tokenizer.decode(tokenizer.encode("Hello"))     # 'Hello'
-        for piece in tokenizer.stream(ids): ...         # as the ids come
+        for text in tokenizer.stream(ids): ...          # as the ids are generated
 
     - `bos`, `eos`: the ids that begin and end a text, or None.
     - `add_bos`: whether `encode` begins with `bos`.
@@ -109,7 +109,7 @@ class Tokenizer:
         pre = read.one_of("tokenizer.ggml.pre", list(_PRE))
         tokens = read.list_of("tokenizer.ggml.tokens", str)
         if len(set(tokens)) < len(tokens):
-            raise ValueError("The GGUF field tokenizer.ggml.tokens has the same token twice.")
+            raise ValueError("The GGUF field tokenizer.ggml.tokens has duplicate tokens.")
         types = read.list_of("tokenizer.ggml.token_type", int) if "tokenizer.ggml.token_type" in metadata else []
         if types and len(types) != len(tokens):
             raise ValueError(
@@ -146,16 +146,16 @@ class Tokenizer:
         if not special:
             return self._bpe.encode(text, add_special_tokens=False).ids
         ids = [self.bos] if self.add_bos and self.bos is not None else []
-        for piece in self._controls.split(text):
-            ids += [self._control[piece]] if piece in self._control else self.encode(piece, special=False)
+        for part in self._controls.split(text):
+            ids += [self._control[part]] if part in self._control else self.encode(part, special=False)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids. Control tokens have none; bytes that are no UTF-8 give U+FFFD."""
+        """The text of token ids. Control tokens have none; invalid UTF-8 gives U+FFFD."""
         return "".join(self.stream(ids))
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of token ids in pieces, as the ids come: `"".join(stream(ids)) == decode(ids)`.
+        """The text of token ids, incrementally: `"".join(stream(ids)) == decode(ids)`.
 
         A character whose bytes are in several tokens comes with the last of them.
         """
@@ -163,10 +163,10 @@ class Tokenizer:
         for i in ids:
             if not 0 <= i < len(self):
                 raise ValueError(f"There is no token {i}: this vocabulary has {len(self)}.")
-            if piece := decoder.decode(self._bytes[i]):
-                yield piece
-        if piece := decoder.decode(b"", final=True):
-            yield piece
+            if text := decoder.decode(self._bytes[i]):
+                yield text
+        if text := decoder.decode(b"", final=True):
+            yield text
 
     def chat(self, prompt: str, *, system: str | None = None) -> list[int]:
         """The ids of a conversation that begins with `prompt`, up to where the model is to answer.
@@ -178,7 +178,7 @@ class Tokenizer:
         absent = [token for token in (_TURN, _TURN_END) if token not in self._control or token not in template]
         if absent:
             raise ValueError(
-                f"The GGUF field tokenizer.chat_template is no ChatML, the only template that is known: "
+                f"The GGUF field tokenizer.chat_template is not ChatML, the only supported template: "
                 f"{' and '.join(absent)} must be in it and a control token. Put a prompt together for `encode` instead."
             )
         if system is None and (found := _DEFAULT_SYSTEM.search(template.replace("\\n", "\n"))):
@@ -201,14 +201,14 @@ class HuggingFaceTokenizer:
         try:
             import tokenizers
         except ImportError as error:
-            raise ImportError("Text models take the tokenizers package: pip install 'lowbit[demo]'") from error
+            raise ImportError("Text models need the tokenizers package: pip install 'lowbit[demo]'") from error
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{folder} has no tokenizer.json.")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing more special
-            raise ValueError(f"{path} is no tokenizer that can be read: {error}") from None
+            raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
         config = self._json(folder / "tokenizer_config.json")
         eos = config.get("eos_token")
         name = eos.get("content") if isinstance(eos, dict) else eos
@@ -220,7 +220,7 @@ class HuggingFaceTokenizer:
         try:
             found = json.loads(path.read_bytes()) if path.is_file() else {}
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from None
+            raise ValueError(f"{path} is not valid JSON: {error}") from None
         return found if isinstance(found, dict) else {}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -232,19 +232,21 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids))
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of token ids in pieces, as the ids come."""
+        """The text of token ids, incrementally."""
         from tokenizers.decoders import DecodeStream
 
         decoder = DecodeStream(skip_special_tokens=True)
         for i in ids:
-            if piece := decoder.step(self._tokenizer, i):
-                yield piece
+            if text := decoder.step(self._tokenizer, i):
+                yield text
 
     def chat(self, prompt: str) -> list[int]:
         """The ids of a conversation that begins with `prompt`, up to where the model is to answer."""
         template = self._chat_template if isinstance(self._chat_template, str) else ""
         if _TURN not in template or self._tokenizer.token_to_id(_TURN) is None:
-            raise ValueError("tokenizer_config.json has no ChatML template, the only one that is known. Try --raw.")
+            raise ValueError(
+                "tokenizer_config.json has no ChatML template, the only one that is supported. Use `encode` instead."
+            )
         system = _DEFAULT_SYSTEM.search(template.replace("\\n", "\n"))
         turns = ([f"system\n{system[1]}"] if system else []) + [f"user\n{prompt}"]
         text = "".join(f"{_TURN}{turn}{_TURN_END}\n" for turn in turns) + f"{_TURN}assistant\n"
@@ -280,7 +282,7 @@ def _bpe(ids: dict[str, int], pairs: Sequence[tuple[str, ...]], how: _Pre, user_
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError("Text models take the tokenizers package: pip install 'lowbit[demo]'") from error
+        raise ImportError("Text models need the tokenizers package: pip install 'lowbit[demo]'") from error
     from tokenizers import models, pre_tokenizers
 
     merges: Any = pairs

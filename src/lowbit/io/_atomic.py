@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Replacing a file in one step, so that it is always the whole old one or the whole new one."""
 
 import errno
 import os
@@ -10,57 +10,57 @@ from pathlib import Path
 
 
 def replaceable(path: str | os.PathLike[str]) -> Path:
-    """The file that a link leads to, so that the link itself stays."""
+    """The file that a path refers to, with links resolved so that replacing the file keeps the link."""
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file() and not path.is_dir():  # a device; the system itself refuses a directory
-        raise ValueError(f"{path} is a device or a pipe, and not a file that can be replaced.")
+    if path.exists() and not path.is_file() and not path.is_dir():  # replacing a directory fails by itself
+        raise ValueError(f"{path} is a device or a pipe, which cannot be replaced. Give the name of a file.")
     return path
 
 
 @contextmanager
-def written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path to write to, which takes the place of `path` when the block ends, and is gone if it fails.
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary path to write to; it replaces `path` when the block ends, and is removed if the block fails.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
-    >>> with written_aside(path) as aside:
-    ...     _ = aside.write_text("whole")
+    >>> with atomic_write(path) as staged:
+    ...     _ = staged.write_text("whole")
     >>> path.read_text(), os.listdir(path.parent)
     ('whole', ['a.txt'])
     """
     path = replaceable(path)
-    # In the same directory, since a file is renamed in one step only where it lies.
-    aside = path.parent / f".lowbit-{secrets.token_hex(8)}.part"
+    # In the same directory, since a rename is atomic only within a file system.
+    staged = path.parent / f".lowbit-{secrets.token_hex(8)}.part"
     try:
-        yield aside
-        put_in_place(aside, path)
+        yield staged
+        put_in_place(staged, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise
 
 
-def put_in_place(aside: Path, path: Path) -> None:
-    """Have a file on the disk, whole, and then under the name of another, which it replaces in one step."""
-    synced(aside)
+def put_in_place(staged: Path, path: Path) -> None:
+    """Sync a file to the disk, then rename it to `path`, which it replaces in one step."""
+    sync(staged)
     if path.exists():
-        shutil.copymode(path, aside)
-    os.replace(aside, path)
-    # The name too should outlive a crash. Where a directory cannot be synced, the file is whole all the same.
+        shutil.copymode(path, staged)
+    os.replace(staged, path)
+    # Sync the new name too. Where a directory cannot be synced, the file is whole nevertheless.
     with suppress(OSError):
-        synced(path.parent, os.O_RDONLY)
+        sync(path.parent, os.O_RDONLY)
 
 
-def synced_folder(path: Path) -> None:
-    """Have the names in a directory on the disk, where the file system can do that."""
+def sync_directory(path: Path) -> None:
+    """Sync the entries of a directory to the disk, if the file system supports it."""
     try:
-        synced(path, os.O_RDONLY)
+        sync(path, os.O_RDONLY)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
 
 
-def synced(path: Path, flags: int = os.O_RDWR) -> None:
-    """Have the bytes of a file on the disk."""
+def sync(path: Path, flags: int = os.O_RDWR) -> None:
+    """Sync a file to the disk."""
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What the readers of files check alike."""
+"""Checks and errors that the readers share."""
 
 import json
 import math
@@ -6,15 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# What a byte and a value of JSON cost at most while they are parsed, by us and by the safetensors package.
+# The most memory that a byte and a value of JSON need while they are parsed, here and by the safetensors package.
 _BYTE, _VALUE = 10, 400
-_ALWAYS = 64 << 20  # bytes that may be spent on JSON however small the files are
+_ALWAYS = 64 << 20  # bytes that may be spent on JSON, however small the files are
 
 
 class OptionNeeded(ValueError):
-    """Something is done only if an option asks for it.
+    """Something that is done only if an option asks for it.
 
-    - `problem`: what is wrong without it. `option`: its name as a keyword. `does`: what it does, in a clause.
+    - `problem`: what is wrong without the option. `option`: its keyword. `does`: what it does, as a clause.
 
     >>> print(OptionNeeded("a.safetensors exists.", "force", "replaces it"))
     a.safetensors exists. force=True replaces it.
@@ -26,20 +26,20 @@ class OptionNeeded(ValueError):
 
 
 def short(value: Any) -> str:
-    """Its repr, without the middle of a long one."""
+    """The repr of a value, abbreviated in the middle if it is long."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 
 def bad_tensor(path: str | os.PathLike[str], name: str, problem: str) -> ValueError:
-    return ValueError(f"{path} cannot be read: tensor {short(name)} {problem}. Fetch or convert it once more.")
+    return ValueError(f"{path} cannot be read: tensor {short(name)} {problem}. Download or convert it again.")
 
 
 def checked_json(data: bytes, size: int, bad: Callable[[str], ValueError]) -> dict[str, Any]:
-    """A JSON object whose keys are there once, from a model of `size` bytes; `bad` makes the error.
+    """A JSON object with unique keys, from a model of `size` bytes; `bad` makes the error.
 
-    Parsed, three bytes of text can be an object of a hundred. What would take more than twice the model is refused
-    before that.
+    Three bytes of JSON can become an object of a hundred. Text that would take more than two times the size of the
+    model is refused before it is parsed.
     """
     values = sum(data.count(sign) for sign in (b",", b"[", b"{"))
     if _BYTE * len(data) + _VALUE * values > 2 * size + _ALWAYS:
@@ -49,7 +49,7 @@ def checked_json(data: bytes, size: int, bad: Callable[[str], ValueError]) -> di
     except (ValueError, RecursionError) as error:
         raise bad(f"has JSON that cannot be read ({error})") from None
     if type(value) is not dict:
-        raise bad("has JSON that is no object")
+        raise bad("has JSON that is not an object")
     return value
 
 
@@ -64,12 +64,12 @@ def checked_field(
 
 
 def are_counts(numbers: Any, most: int) -> bool:
-    """Whether they are at most so many numbers of something, as a file can have."""
+    """Whether a value is a list of at most `most` non-negative integers of 63 bits."""
     return type(numbers) is list and len(numbers) <= most and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
 
 
 def can_be_a_shape(shape: Sequence[int]) -> bool:
-    """Whether numpy can count its elements. JAX goes through the rows of an array even if they are empty."""
+    """Whether numpy can count its elements. An empty array is limited too, since JAX iterates over its rows."""
     return math.prod(max(n, 1) for n in shape) <= 1 << (20 if 0 in shape else 59)
 
 
@@ -77,6 +77,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{key!r} is there twice")
+            raise ValueError(f"{key!r} is a duplicate key")
         found[key] = value
     return found

@@ -1,8 +1,8 @@
 """Writing GGUF files, the format of llama.cpp, in F16 and Q8_0.
 
-The header is written here rather than by `gguf.GGUFWriter`, which refuses an empty array and guesses the types inside
-of arrays of arrays: a file that was read could not be written again. Where that can write a file, this writes the
-same bytes. How numbers are quantized is the `gguf` package's to say.
+The header is not written by `gguf.GGUFWriter`, which refuses empty arrays and guesses the types in nested arrays, so
+that some files could be read and not written again. Where it can write a file, this module writes the same bytes. The
+`gguf` package quantizes the numbers.
 """
 
 import math
@@ -16,14 +16,14 @@ import numpy as np
 
 from lowbit.formats import Array8B, QuantizedArray
 
-from ._atomic import written_aside
-from .gguf import ARRAY, NUMBERS, Q8_0, STRING, TYPES, GGUFField, package
+from ._atomic import atomic_write
+from ._dtypes import GGUF_DTYPES, NAMES
+from .readers.gguf import ARRAY, NUMBERS, Q8_0, STRING, TYPES, GGUFField, package
 
 _VERSION = 3
 _MOST_AXES, _LONGEST_NAME = 4, 63  # GGML_MAX_DIMS; GGML_MAX_NAME with the zero at the end
 _BLOCK = Q8_0["codes"].shape[0]
 _KINDS = {name: kind for kind, name in TYPES.items()}
-_INTEGERS = {"int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64"}
 
 
 def write_gguf(
@@ -38,14 +38,14 @@ def write_gguf(
         file = GGUFFile("model.gguf")
         write_gguf("other.gguf", {name: file.array(name) for name in file}, file.fields, type="Q8_0")
 
-    - `metadata`: the `fields` of a file are written with the types they had in it. Of values without a type, whole
-      numbers become UINT32 where they can and arrays of them INT32, as llama.cpp wants them, and others FLOAT32.
-    - Q8_0: an `Array8B` as read from Q8_0 is written as the same bytes. Other arrays are dequantized and quantized by
-      the gguf package; rows that are no multiple of 32 are written in F16.
-    - Vectors are written in F32, as llama.cpp wants them, and integers as they are.
-    - Each tensor is taken from the mapping twice, to see what it is and to write it, and none is kept.
+    - `metadata`: the `fields` of a file are written with the types that they had in it. Values without a type are
+      written as llama.cpp expects them: integers as UINT32 if they fit, arrays of integers as INT32, floats as FLOAT32.
+    - Q8_0: an `Array8B` that was read from Q8_0 is written with the same bytes. Other arrays are dequantized and
+      quantized by the gguf package; rows that are not a multiple of 32 are written in F16.
+    - Vectors are written in F32, as llama.cpp expects them, and integers as they are.
+    - Each tensor is taken from the mapping two times, for its type and for its bytes, and none is kept.
 
-    The file is written aside and takes the place of `path` when all of it is on the disk.
+    The file is written to a temporary file, which replaces `path` once it is on the disk.
     """
     if type not in ("F16", "Q8_0"):
         raise ValueError(f"type={type!r} cannot be written. Known types: F16, Q8_0.")
@@ -63,7 +63,7 @@ def write_gguf(
         header += _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)
         end = offset + math.prod(shape) // block * size
         offset = end + -end % alignment
-    with written_aside(path) as aside, open(aside, "wb") as file:
+    with atomic_write(path) as staged, open(staged, "wb") as file:
         file.write(header + bytes(-len(header) % alignment))
         for name, kind in kinds.items():
             data = _data(gguf, name, tensors[name], kind)
@@ -82,12 +82,12 @@ def _text(value: str) -> bytes:
 def _alignment(fields: Mapping[str, GGUFField]) -> int:
     alignment = fields["general.alignment"].value if "general.alignment" in fields else 32
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"The field 'general.alignment' is {alignment!r}, and must be a power of two.")
+        raise ValueError(f"The field 'general.alignment' is {alignment!r}, which is not a power of two.")
     return alignment
 
 
 def _field(key: str, value: Any) -> GGUFField:
-    """A value with the type that it is to have: of the whole numbers, the first in which it fits."""
+    """A value with its type in the file: for integers, the first type that holds them."""
     if isinstance(value, GGUFField):
         return value
     several = isinstance(value, list | tuple)
@@ -102,14 +102,14 @@ def _field(key: str, value: Any) -> GGUFField:
     if not names:
         what = " and ".join(sorted(kind.__name__ for kind in found)) or "nothing"
         raise ValueError(
-            f"The field {key!r} is {'an array ' * several}of {what}, for which GGUF has no one type. "
-            "Pass text, numbers, a list of either, or a GGUFField."
+            f"The field {key!r} is {'an array ' * several}of {what}, for which GGUF has no type. "
+            "Pass a string, a number, a list of either, or a GGUFField."
         )
     return GGUFField(f"[{names[0]}]" if several else names[0], value)
 
 
 def _packed(key: str, field: GGUFField) -> bytes:
-    """A field as it lies in the file: the number of its type, and the value."""
+    """The bytes of a field: the number of its type, and the value."""
     several = field.type.startswith("[")
     kind = _KINDS.get(field.type.strip("[]"))
     if kind is None or (kind == ARRAY) > several:
@@ -119,7 +119,7 @@ def _packed(key: str, field: GGUFField) -> bytes:
     if kind == STRING:
         return start + b"".join(map(_text, values))
     if kind == ARRAY:
-        # As elements they go without the number that says that each is an array.
+        # Elements of an array omit the number of their type.
         return start + b"".join(_packed(key, GGUFField(*element))[4:] for element in values)
     try:
         return start + struct.pack(f"<{len(values)}{NUMBERS[kind]}", *values)
@@ -131,15 +131,15 @@ def _packed(key: str, field: GGUFField) -> bytes:
 
 
 def _kind(name: str, array: Any, type: str) -> str:
-    """The name of the type in which a tensor is written."""
+    """The name of the type that a tensor is written in."""
     if len(name.encode()) > _LONGEST_NAME:
-        raise ValueError(f"Tensor {name!r}: llama.cpp knows no names longer than {_LONGEST_NAME} bytes.")
+        raise ValueError(f"Tensor {name!r}: llama.cpp supports names of up to {_LONGEST_NAME} bytes.")
     if len(array.shape) > _MOST_AXES:
-        raise ValueError(f"Tensor {name!r} has the shape {tuple(array.shape)}; GGUF has at most {_MOST_AXES} axes.")
+        raise ValueError(f"Tensor {name!r} has the shape {tuple(array.shape)}; GGUF supports up to {_MOST_AXES} axes.")
     if type == "Q8_0" and is_q8_0(array):
         return "Q8_0"
-    if array.dtype.name in _INTEGERS:
-        return _INTEGERS[array.dtype.name]
+    if array.dtype.kind == "i" and NAMES.get(array.dtype) in GGUF_DTYPES:
+        return NAMES[array.dtype]
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"Tensor {name!r} is of dtype {array.dtype}, which GGUF does not have.")
     if len(array.shape) < 2:
@@ -148,7 +148,7 @@ def _kind(name: str, array: Any, type: str) -> str:
 
 
 def is_q8_0(array: Any) -> bool:
-    """Whether its codes and scales are those of Q8_0, as are all that were read from there."""
+    """Whether an array can be written as Q8_0 with its own codes and scales, as one that was read from Q8_0 can."""
     if not isinstance(array, Array8B) or array.axis != -1 or array.block_size != _BLOCK:
         return False
     scales = np.asarray(array.scale, np.float32)
@@ -165,7 +165,7 @@ def _data(gguf: Any, name: str, array: Any, kind: Any) -> np.ndarray:
         blocks["codes"] = np.asarray(array.weight).reshape(-1, _BLOCK)
         return blocks.view(np.uint8)
     if isinstance(array, QuantizedArray):
-        array = array.replace(dtype=np.dtype(np.float32)).materialize()  # without rounding to its dtype in between
+        array = array.replace(dtype=np.dtype(np.float32)).materialize()  # without rounding to its dtype first
     array = np.asarray(array)
     if kind.name not in ("F32", "F16", "Q8_0") or not array.size:
         return np.asarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)

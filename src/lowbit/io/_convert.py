@@ -1,8 +1,7 @@
-"""Convert one kind of file to another, tensor by tensor, quantizing on the way or keeping what is stored."""
+"""Convert a file or a directory to another kind, quantizing its tensors or keeping their stored bits."""
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 from collections import Counter
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -23,39 +21,36 @@ from lowbit.models.patterns import Rules, naming, ordered_rules
 from lowbit.models.plan import Plan, plan
 from lowbit.models.report import Report, Row
 
-from ._atomic import put_in_place, replaceable, written_aside
+from ._atomic import atomic_write, put_in_place, replaceable
 from ._checks import OptionNeeded
-from ._contents import DTYPES
-from ._folder import check_names, check_place, discard, finish, is_pending, staged
-from ._part import locked, part_of
-from ._writing import check_is_file
+from ._compare import compared
+from ._directory import WEIGHTS, check_names, check_place, discard, finish, is_pending, staged
+from ._dtypes import DTYPES, dense_dtype
 from .bitsandbytes import bitsandbytes_tensors, misfit, quantization_config
-from .gguf import GGUFField, GGUFFile, without_types
+from .container._layout import check_is_file
 from .gguf_writer import is_q8_0, write_gguf
-from .source import LowbitDir, Tensors, is_stored, open_tensors
-from .stream import Note, Progress, streamed
-from .tensors import WEIGHTS, HuggingFaceDir
+from .readers import GGUFFile, HuggingFaceDir, LowbitDir, Reader, open_tensors
+from .readers._base import check_method, is_stored
+from .readers.gguf import GGUFField, without_types
+from .streaming import Note, Progress, locked, staging_path, streamed
 
-# What can be written: lowbit files, bitsandbytes' layout of NF4, dense safetensors, GGUF.
+# The kinds of files that can be written: lowbit files, NF4 as bitsandbytes saves it, dense safetensors, GGUF.
 TARGETS = ("lowbit", "bitsandbytes", "safetensors", "gguf")
 _HOLDS = {
     "bitsandbytes": "a bitsandbytes file holds nf4 and dense tensors",
     "safetensors": "a safetensors file of other libraries holds dense tensors",
     "gguf": "a GGUF file of type F16 holds dense tensors, and of type Q8_0 also int8 tensors that come from Q8_0",
 }
-_FILE_TYPES = {"F16": 1, "Q8_0": 7}  # what llama.cpp calls a file by most of its tensors
-# Types that read as another dtype than float32.
-_DTYPES: dict[str, Any] = {"F64": np.float64, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_}
-_DTYPES |= {f"{letter}{8 * n}": f"{letter.lower()}{n}" for letter in "IU" for n in (1, 2, 4, 8)}
+_FILE_TYPES = {"F16": 1, "Q8_0": 7}  # llama.cpp's numbers for the type of most tensors in a file
 
 
 def target_of(path: Path) -> str:
-    """The kind of file that a name asks for."""
+    """The kind of file for a name: GGUF if it ends in .gguf, else a lowbit file."""
     return "gguf" if path.suffix == ".gguf" else "lowbit"
 
 
 def check_target(source: Path, target: Path, *, force: bool) -> None:
-    """Raise before any work is done, if the target cannot be written or must not be."""
+    """Raise before any work is done if the target cannot be written, or exists and `force` is not set."""
     if target.exists() and source.exists() and os.path.samefile(source, target):
         raise ValueError(f"{target} is the source itself. Give another name for the result.")
     if source.is_dir() or target.is_dir():
@@ -73,16 +68,16 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
 
 
 def plans_for(
-    source: Tensors, rules: Rules, *, strict: bool, linear_only: bool = False, requantize: bool = False
+    source: Reader, rules: Rules, *, strict: bool, linear_only: bool = False, requantize: bool = False
 ) -> tuple[dict[str, Plan], tuple[str, ...]]:
-    """What the rules mean for each tensor of a file, and the patterns that matched none.
+    """The plan for each tensor of a file, and the patterns that matched none.
 
-    A tensor that is stored in a lowbit format is kept, unless a rule other than the default asks for another, or
-    `requantize` lets the default do so. With `linear_only` embeddings are kept in the same way: bitsandbytes has them
+    A tensor that is stored in a lowbit format is kept, unless a pattern other than the default asks for another format,
+    or `requantize` lets the default do so. With `linear_only` embeddings are kept too, since bitsandbytes has them
     dense.
     """
     ordered = ordered_rules(rules)
-    structs = {name: jax.ShapeDtypeStruct(source.shape(name), _dtype(source.type(name))) for name in source}
+    structs = {name: jax.ShapeDtypeStruct(source.shape(name), dense_dtype(source.type(name))) for name in source}
     plans, unmatched = plan(ordered, [(name, struct, None) for name, struct in structs.items()], strict=strict)
     found = dict(zip(structs, plans, strict=True))
     for name, struct in structs.items():
@@ -97,8 +92,8 @@ def plans_for(
     return found, unmatched
 
 
-def transformed(source: Tensors, plans: dict[str, Plan]) -> Iterator[tuple[str, Any]]:
-    """Each tensor as planned, whole."""
+def transformed(source: Reader, plans: dict[str, Plan]) -> Iterator[tuple[str, Any]]:
+    """Each tensor as planned, loaded whole."""
     for name in source:
         config = plans[name].config
         if config is None:
@@ -111,8 +106,8 @@ def transformed(source: Tensors, plans: dict[str, Plan]) -> Iterator[tuple[str, 
 
 
 def convert(
-    source: Tensors,
-    target: Path,
+    source: Reader | str | os.PathLike[str],
+    target: str | os.PathLike[str],
     *,
     rules: Rules = (),
     to: str | None = None,
@@ -123,25 +118,29 @@ def convert(
     progress: Progress = lambda done, total: None,
     note: Note = lambda text: None,
 ) -> Report:
-    """Write the tensors of a file or a directory to another; returns a report on what is in the file then.
+    """Write the tensors of a file or a directory to another; returns a report on the file that was written.
 
-    - `rules`: what to quantize on the way, as for `quantize_tree`; none keeps everything as it is stored.
-    - `to`: one of `TARGETS`; default GGUF for a name that ends in .gguf, else a lowbit file.
-    - `type`: of the matrices in a GGUF file, F16 or Q8_0.
+    - `source`: a path, or a reader.
+    - `rules`: which tensors to quantize, as for `quantize_tree`; none keeps the stored bits of all.
+    - `to`: `"lowbit"`, `"bitsandbytes"`, `"safetensors"` (dense) or `"gguf"`. Default: GGUF for a name that ends in
+      .gguf, else a lowbit file.
+    - `type`: the type of the matrices in a GGUF file, F16 or Q8_0.
     - `requantize`: let a format for all weights hold for tensors that are stored in another, and quantize again what
       bitsandbytes cannot store as it is.
     - `dequantize`: write tensors dequantized whose format the target cannot hold; otherwise that is an error.
-    - `progress`: called with the bytes of the source that are done, and with all of them.
+    - `progress`: called with the number of bytes of the source that are done, and their total.
     - `note`: called with a sentence for the user, such as that an earlier run is resumed.
 
     A directory becomes a directory: its other files are copied. Files that lowbit did not write stay as they are, and
     if one has a name that is to be written, nothing is done. Lowbit files are written in chunks, and an interrupted run
     resumes; other kinds are made in memory.
     """
+    source = source if isinstance(source, Reader) else open_tensors(source, strict=strict)
+    target = Path(target)
     to = to or target_of(target)
     if to not in TARGETS:
         raise ValueError(f"Unknown kind of file {to!r}: it must be one of {', '.join(TARGETS)}.")
-    _check_method(source)
+    check_method(source)
     rules = ordered_rules(rules)
     layout = _Layout(to, checked_type(type) if to == "gguf" else "F16", requantize, dequantize)
     plans, unmatched = plans_for(source, rules, strict=strict, linear_only=to == "bitsandbytes", requantize=requantize)
@@ -162,15 +161,15 @@ def convert(
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """What a kind of file can hold, and how tensors are written to it."""
+    """A kind of file to write: which formats it can hold, and how tensors are written to it."""
 
     to: str
     type: Literal["F16", "Q8_0"]
     requantize: bool
     dequantize: bool
 
-    def check(self, source: Tensors, target: Path, plans: dict[str, Plan]) -> None:
-        """Raise if a tensor is to have a format that the target cannot hold."""
+    def check(self, source: Reader, target: Path, plans: dict[str, Plan]) -> None:
+        """Raise if a tensor would have a format that the target cannot hold."""
         if self.to == "lowbit" or self.dequantize:
             return
         refused: dict[str, list[str]] = {}
@@ -185,25 +184,25 @@ class _Layout:
     def may_hold(self, format: str, *, planned: bool) -> bool:
         if self.to == "bitsandbytes":
             return format == "nf4" or (is_stored(format) and (self.requantize or not planned))
-        # Of int8 that is stored, the scales tell whether it is Q8_0.
+        # Whether stored int8 is Q8_0 depends on its scales, which `holds` checks.
         return self.to == "gguf" and self.type == "Q8_0" and format in ("Q8_0", "int8") and not planned
 
     def refusal(self, target: Path, refused: Mapping[str, Sequence[str]]) -> OptionNeeded:
-        told = (f"{n[0] if len(n) == 1 else f'{len(n)} tensors ({n[0]}, ...)'} as {f}" for f, n in refused.items())
+        found = (f"{n[0] if len(n) == 1 else f'{len(n)} tensors ({n[0]}, ...)'} as {f}" for f, n in refused.items())
         size = self.type if self.to == "gguf" else "dense ones"
         return OptionNeeded(
-            f"{target} cannot hold {' and '.join(told)}: {_HOLDS[self.to]}. A lowbit file holds every format.",
+            f"{target} cannot hold {' and '.join(found)}: {_HOLDS[self.to]}. A lowbit file holds every format.",
             "dequantize",
             f"writes these tensors dequantized, with the error of {' and '.join(refused)} and the size of {size}",
         )
 
     def arrays(self, target: Path, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Tensors as the target has them: what it cannot hold is dequantized, if that is allowed."""
+        """Tensors as the target stores them: those that it cannot hold are dequantized, if that is allowed."""
         for name, array in tensors:
             if isinstance(array, QuantizedArray) and not self.holds(array):
                 if self.to == "gguf" and not self.dequantize:
                     raise self.refusal(target, {str(array.decoder): [name]})
-                if self.to != "gguf":  # which has a writer that rounds once
+                if self.to != "gguf":  # its writer dequantizes and rounds once
                     array = np.asarray(array.materialize())
             yield name, array
 
@@ -213,7 +212,7 @@ class _Layout:
         return self.to == "gguf" and self.type == "Q8_0" and is_q8_0(array)
 
     def write(self, path: Path, arrays: Iterable[tuple[str, Any]]) -> set[str]:
-        """Write tensors as safetensors, as other libraries read them; returns their names in the file."""
+        """Write tensors as safetensors that other libraries read; returns their names in the file."""
         stored: dict[str, np.ndarray] = {}
         for name, array in arrays:
             if isinstance(array, QuantizedArray):
@@ -221,13 +220,13 @@ class _Layout:
             else:
                 stored[name] = np.asarray(array)
         path.touch()
-        mode = path.stat().st_mode  # as the user has it; the package makes files that nobody else can read
+        mode = path.stat().st_mode  # the umask of the user; the package makes files that only their owner can read
         save_file({name: np.ascontiguousarray(x) for name, x in stored.items()}, path, {"format": "pt"})
         path.chmod(mode)
         return set(stored)
 
 
-def _counted(source: Tensors, plans: dict[str, Plan], progress: Progress) -> Iterator[tuple[str, Any]]:
+def _counted(source: Reader, plans: dict[str, Plan], progress: Progress) -> Iterator[tuple[str, Any]]:
     done, total = 0, sum(map(source.nbytes, source))
     for name, array in transformed(source, plans):
         yield name, array
@@ -235,23 +234,23 @@ def _counted(source: Tensors, plans: dict[str, Plan], progress: Progress) -> Ite
 
 
 def _write_file(
-    source: Tensors, target: Path, layout: _Layout, plans: dict[str, Plan], progress: Progress, note: Note
+    source: Reader, target: Path, layout: _Layout, plans: dict[str, Plan], progress: Progress, note: Note
 ) -> list[Row] | None:
-    """Write a file; returns the rows of the report if they are known already."""
+    """Write a file; returns the rows of the report if they are already known."""
     if layout.to == "lowbit":
         check_is_file(target)
         with locked(target) as journal:
             options: dict[str, Any] = {"journal": journal, "progress": progress, "note": note}
-            with streamed(source, plans, target, metadata=_metadata(source), **options) as (part, rows):
-                put_in_place(part, target)
+            with streamed(source, plans, target, metadata=_metadata(source), **options) as (staging, rows):
+                put_in_place(staging, target)
         return rows
     arrays = layout.arrays(target, _counted(source, plans, progress))
     if layout.to == "gguf":
         fields = {**_gguf_fields(source), "general.file_type": GGUFField("UINT32", _FILE_TYPES[layout.type])}
         write_gguf(target, dict(arrays), fields, type=layout.type)
     else:
-        with written_aside(target) as aside:
-            layout.write(aside, arrays)
+        with atomic_write(target) as staging:
+            layout.write(staging, arrays)
     return None
 
 
@@ -264,23 +263,23 @@ def _write_directory(
     note: Note,
 ) -> list[Row] | None:
     if layout.to == "gguf":
-        raise ValueError(f"{source.path} is a directory, which cannot become a GGUF file: its fields are not there.")
+        raise ValueError(f"{source.path} is a directory, which cannot become a GGUF file: it lacks the fields of one.")
     files: dict[str, Path | None] = {file.as_posix(): source.path / file for file in source.other_files}
     files[WEIGHTS] = None
     if layout.to == "bitsandbytes":
         files["config.json"] = None
-    with locked(target) as journal, _told(target, note):
+    with locked(target) as journal, _note_pending(target, note):
         finish(target)
         check_names(target, files)
         if layout.to == "lowbit":
             options: dict[str, Any] = {"journal": journal, "progress": progress, "note": note}
-            discard(target, part_of(target))
+            discard(target, staging_path(target))
             with (
-                streamed(source, plans, target, metadata={}, **options) as (part, rows),
-                staged(target, files, part) as folder,
+                streamed(source, plans, target, metadata={}, **options) as (staging, rows),
+                staged(target, files, staging) as folder,
             ):
                 _copy(files, folder)
-                os.replace(part, folder / WEIGHTS)
+                os.replace(staging, folder / WEIGHTS)
             return rows
         with staged(target, files) as folder:
             _copy(files, folder)
@@ -295,12 +294,12 @@ def _write_directory(
 
 
 @contextmanager
-def _told(target: Path, note: Note) -> Iterator[None]:
+def _note_pending(target: Path, note: Note) -> Iterator[None]:
     try:
         yield
     except BaseException:
         if is_pending(target):
-            note(f"{target} is replaced in part; the same command completes that first.")
+            note(f"{target} is half replaced. Repeat the same conversion to complete it.")
         raise
 
 
@@ -311,8 +310,8 @@ def _copy(files: Mapping[str, Path | None], folder: Path) -> None:
             shutil.copyfile(file, folder / name)
 
 
-def as_written(written: Tensors, planned: Plan, found: Row) -> Row:
-    """The row of a tensor with the type and the size that it has in the file that was written."""
+def as_written(written: Reader, planned: Plan, found: Row) -> Row:
+    """The row of a tensor, with its type and size in the file that was written."""
     was, now = found.dtype, written.type(found.path)
     origin = found.format or was
     kept = origin == now and found.format is None and not found.error
@@ -329,8 +328,8 @@ def as_written(written: Tensors, planned: Plan, found: Row) -> Row:
     return dataclasses.replace(found, format=format, axis=axis, after=written.nbytes(found.path), error=error, why=why)
 
 
-def _measured(source: Tensors, written: Tensors, plans: Mapping[str, Plan]) -> Iterator[Row]:
-    """Rows with the errors that the numbers of a file have."""
+def _measured(source: Reader, written: Reader, plans: Mapping[str, Plan]) -> Iterator[Row]:
+    """Rows with errors that are measured by reading the written file back."""
     for found in compared(source, written, source):
         name, config = found["name"], plans[found["name"]].config
         format, axis = (None, None) if config is None else (str(config.dtype), config.axis)
@@ -339,7 +338,7 @@ def _measured(source: Tensors, written: Tensors, plans: Mapping[str, Plan]) -> I
 
 
 def _notes(rows: Iterable[Row], plans: Mapping[str, Plan], asked: bool, requantize: bool) -> Iterator[str]:
-    """What the total does not tell."""
+    """Sentences on what the totals of the report do not show."""
     mixed = Counter(row.why for row in rows if row.why.startswith("the error of "))
     for why, count in mixed.items():
         yield f"{count} tensor{'s have' if count > 1 else ' has'} {why.replace(', the', ' and the')}."
@@ -348,37 +347,28 @@ def _notes(rows: Iterable[Row], plans: Mapping[str, Plan], asked: bool, requanti
         return
     if stored and asked:
         kept = ", ".join(f"{count} {why}" for why, count in stored.items())
-        advice = "" if requantize else " Give requantize to quantize these anew."
-        yield f"Nothing was quantized, since tensors are stored in a format: {kept}.{advice}"
+        advice = "" if requantize else " Use requantize to quantize them again."
+        yield f"Nothing was quantized, since tensors are already stored in a format: {kept}.{advice}"
     elif asked:
-        yield "Nothing was quantized: no tensor is a weight that the rules are for."
+        yield "Nothing was quantized: no pattern selects a tensor that can be quantized."
     else:
-        yield "Nothing was quantized: no format was asked for."
+        yield "Nothing was quantized: no format was given."
 
 
-def _check_method(source: Tensors) -> None:
-    """Other methods store integers that mean nothing without them."""
-    config = source.metadata.get("config")
-    method = config.get("quantization_config") if isinstance(config, dict) else None
-    if isinstance(method, dict) and (method.get("quant_method") != "bitsandbytes" or method.get("load_in_8bit")):
-        name = "bitsandbytes in 8 bits" if method.get("load_in_8bit") else method.get("quant_method")
-        raise ValueError(f"{source.path} was quantized by {name}, which cannot be read; bitsandbytes' NF4 can.")
-
-
-def _metadata(source: Tensors) -> dict[str, Any]:
-    """The metadata of a lowbit file, from the file that it is made from."""
+def _metadata(source: Reader) -> dict[str, Any]:
+    """The metadata for a lowbit file that is made from a source."""
     if not isinstance(source, GGUFFile):
         return dict(source.metadata)
     return {"gguf": {key: _listed(field) for key, field in source.fields.items()}}
 
 
-def _gguf_fields(source: Tensors) -> dict[str, GGUFField]:
+def _gguf_fields(source: Reader) -> dict[str, GGUFField]:
     """The fields of a GGUF file, from itself or from a lowbit file that came from one."""
     if isinstance(source, GGUFFile):
         return source.fields
     listed = source.metadata.get("gguf")
     if not isinstance(listed, dict):
-        raise ValueError(f"{source.path} does not come from a GGUF file, and so lacks the fields that one must have.")
+        raise ValueError(f"{source.path} was not made from a GGUF file, and lacks the fields that one needs.")
     return {key: _field(field) for key, field in listed.items()}
 
 
@@ -390,43 +380,19 @@ def plain_fields(listed: Any) -> dict[str, Any] | None:
 
 
 def _listed(field: GGUFField) -> list[Any]:
-    """A field as JSON has it: its type and its value."""
+    """A field as JSON: its type and its value."""
     return [field.type, [_listed(f) for f in field.value] if field.type == "[ARRAY]" else field.value]
 
 
 def _field(listed: Any) -> GGUFField:
     if not isinstance(listed, list) or len(listed) != 2 or not isinstance(listed[0], str):
-        raise ValueError(f"{listed!r:.80} is no field of a GGUF file: it must be a type and a value.")
+        raise ValueError(f"{listed!r:.80} is not a GGUF field: it must be a type and a value.")
     kind, value = listed
     return GGUFField(kind, [_field(f) for f in value] if kind == "[ARRAY]" else value)
 
 
-def _dtype(kind: str) -> Any:
-    """The dtype that tensors of a type read as; types that are decoded read as float32."""
-    return np.dtype(_DTYPES.get(kind, np.float32))
-
-
 def checked_type(type: str) -> Literal["F16", "Q8_0"]:
-    """A type that matrices can have in a GGUF file that we write."""
+    """Raise unless `type` is one that matrices can be written in."""
     if type == "F16" or type == "Q8_0":
         return type
     raise ValueError(f"Unknown type {type!r} for a GGUF file: it must be F16 or Q8_0.")
-
-
-def compared(a: Tensors, b: Tensors, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """How far each tensor of `b` is from that of `a`: |b - a| / |a|, and the largest difference.
-
-    Numbers that are the same in both differ by 0, also where they are NaN or infinite. Other differences from or to NaN
-    are NaN, and from or to infinity infinite; so are those of tensors of other shapes.
-    """
-    for name in names:
-        found = {"name": name, "shape": a.shape(name), "other": b.shape(name)}
-        if a.shape(name) != b.shape(name):
-            yield {**found, "error": math.inf, "largest": math.inf}
-            continue
-        x, y = a.dense(name).astype(np.float32), b.dense(name).astype(np.float32)
-        with np.errstate(all="ignore"):
-            difference = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(y - x))
-            norm, size = (float(np.linalg.norm(v.ravel())) for v in (difference, np.where(np.isfinite(x), x, 0)))
-        error = norm / size if size else (0.0 if norm == 0 else math.nan if math.isnan(norm) else math.inf)
-        yield {**found, "error": error, "largest": float(difference.max(initial=0))}

@@ -20,11 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ._atomic import synced, synced_folder
+from ._atomic import sync, sync_directory
 from ._checks import checked_json
-from ._contents import DIGEST, version_of
-from .tensors import INDEX_FILE, WEIGHTS
+from .container._header import DIGEST, version_of
 
+WEIGHTS, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MANIFEST, PENDING = ".lowbit.json", ".lowbit-new"
 _VERSION = 1
 _CHUNK = 1 << 20
@@ -60,16 +60,16 @@ def check_place(source: Path, target: Path) -> None:
 
 
 def check_whole(folder: Path) -> None:
-    """Raise if a directory has files of two runs, since the second was interrupted while it moved its own there."""
+    """Raise if a directory mixes files of two runs, because the second was interrupted while it moved its files."""
     if is_pending(folder):
         raise ValueError(
             f"{folder} is half replaced: lowbit was interrupted while it moved new files into place. "
-            "Repeat the command that wrote it; it completes that first."
+            "Repeat the conversion that wrote it, which completes that first."
         )
 
 
 def is_pending(folder: Path) -> bool:
-    """Whether files of a run that was interrupted wait to be moved into a directory."""
+    """Whether a directory has committed files of an interrupted run that are not in their places yet."""
     return (folder / PENDING / MANIFEST).is_file()
 
 
@@ -81,7 +81,7 @@ def check_names(target: Path, new: Mapping[str, Path | None]) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise NotADirectoryError(f"{target} is a file, and what is to be written is a directory. Give another name.")
+        raise NotADirectoryError(f"{target} is a file, and the result is a directory. Give another name.")
     known = _manifest(target)
     foreign = [
         name
@@ -93,29 +93,29 @@ def check_names(target: Path, new: Mapping[str, Path | None]) -> None:
     if foreign:
         shown = f"{', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''}"
         raise FileExistsError(
-            f"{target} has files that lowbit did not write, or that were changed since, under names that are to be "
-            f"written: {shown}. Move them away, or give another directory."
+            f"{target} has files that would be replaced and that lowbit did not write, or that were changed since: "
+            f"{shown}. Move them away, or give another directory."
         )
     if os.path.lexists(target / INDEX_FILE):
         raise FileExistsError(
-            f"{target} has {INDEX_FILE}, which names other weights than the {WEIGHTS} to be written. "
+            f"{target} has {INDEX_FILE}, which refers to other weights than the {WEIGHTS} to be written. "
             "Move that model away, or give another directory."
         )
 
 
 @contextlib.contextmanager
 def staged(target: Path, names: Iterable[str], part: Path | None = None) -> Iterator[Path]:
-    """A directory to write files of these names to, which are put into `target` when the block ends.
+    """A directory to write files of these names to; they are moved into `target` when the block ends.
 
-    `part`: where weights that are finished are kept if that fails.
+    `part`: the path to which finished weights are moved back if that fails.
     """
-    aside, names = _aside(target), list(names)
+    staging, names = _staging(target), list(names)
     discard(target, part)
-    aside.mkdir()
+    staging.mkdir()
     try:
-        _write_manifest(aside, {name: {} for name in names})
-        yield aside
-        _commit(target, aside, names)
+        _write_manifest(staging, {name: {} for name in names})
+        yield staging
+        _commit(target, staging, names)
     except BaseException:
         discard(target, part)
         raise
@@ -123,21 +123,22 @@ def staged(target: Path, names: Iterable[str], part: Path | None = None) -> Iter
 
 
 def discard(target: Path, part: Path | None = None) -> None:
-    """Remove what a run has staged and not committed. Finished weights become `part` again, to go on with."""
-    if not _is_own(aside := _aside(target)):
+    """Remove files that a run staged and did not commit. Finished weights are moved back to `part`, to resume from."""
+    if not _is_own(staging := _staging(target)):
         return
-    weights = aside / WEIGHTS
+    weights = staging / WEIGHTS
     if part is not None and not part.exists() and weights.is_file() and _is_lowbit(weights):
         os.replace(weights, part)
-    names = [name for name in _manifest(aside) or () if _is_inside(aside, name)]
-    for path in (*(aside / name for name in names), *aside.glob(".tmp*")):  # as a killed safetensors package leaves
+    names = [name for name in _manifest(staging) or () if _is_inside(staging, name)]
+    leftovers = staging.glob(".tmp*")  # of the safetensors package, if it was killed
+    for path in (*(staging / name for name in names), *leftovers):
         if path.is_file():
             path.unlink()
-    _remove(aside, MANIFEST)
+    _remove(staging, MANIFEST)
 
 
 def finish(target: Path) -> None:
-    """Move the files of a run that has committed them to their places; nothing if there are none."""
+    """Move files that an earlier run committed to their places, if there are any."""
     if not _is_own(pending := target / PENDING):
         return
     new = _manifest(pending)
@@ -151,45 +152,45 @@ def finish(target: Path) -> None:
         for name, proof in (_manifest(target) or {}).items():
             if name not in new and _is_inside(target, name) and _is(target / name, proof):
                 (target / name).unlink()
-        synced_folder(target)
+        sync_directory(target)
         os.replace(pending / MANIFEST, target / MANIFEST)
-        synced_folder(target)
+        sync_directory(target)
     _remove(pending)
-    synced_folder(target)
+    sync_directory(target)
 
 
-def _commit(target: Path, aside: Path, names: list[str]) -> None:
-    check_names(target, {name: aside / name for name in names})
+def _commit(target: Path, staging: Path, names: list[str]) -> None:
+    check_names(target, {name: staging / name for name in names})
     known, exists = _manifest(target) or {}, target.is_dir()
     for name in names:
-        # What lowbit did not write does not become lowbit's by being the same.
+        # A file of the user stays the user's even if it has the same bytes.
         if exists and not _may_replace(target, name, known):
-            (aside / name).unlink()
-    there = [name for name in names if (aside / name).is_file()]
+            (staging / name).unlink()
+    there = [name for name in names if (staging / name).is_file()]
     for name in there:
-        synced(aside / name)
-    _write_manifest(aside, {name: _proof(aside / name) for name in there})
-    _sync_folders(aside, there)
-    os.rename(aside, target / PENDING if exists else target)
+        sync(staging / name)
+    _write_manifest(staging, {name: _proof(staging / name) for name in there})
+    _sync_folders(staging, there)
+    os.rename(staging, target / PENDING if exists else target)
     for folder in (target, target.parent):
-        synced_folder(folder)
+        sync_directory(folder)
 
 
 def _sync_folders(folder: Path, names: Iterable[str]) -> None:
-    """Sync a directory and those in it that the names lead through."""
+    """Sync a directory, and the subdirectories that hold these names."""
     for inner in {".", *(str(parent) for name in names for parent in PurePosixPath(name).parents)}:
         if (folder / inner).is_dir():
-            synced_folder(folder / inner)
+            sync_directory(folder / inner)
 
 
-def _aside(target: Path) -> Path:
+def _staging(target: Path) -> Path:
     return target.parent / f".lowbit-{target.name}.new"
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a directory of a name that lowbit reserves is there; raises if something else is."""
+    """Whether a directory that lowbit reserves the name of exists; raises if the name is taken by something else."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise FileExistsError(f"{folder} is not a directory that lowbit made. Move it away, and repeat the command.")
+        raise FileExistsError(f"{folder} is not a directory that lowbit made. Move it away, and try again.")
     return folder.exists()
 
 
@@ -201,7 +202,7 @@ def _move(new: Path, path: Path) -> None:
 
 
 def _remove(folder: Path, *files: str) -> None:
-    """Remove a directory of lowbit's with these files in it, if nothing else is."""
+    """Remove a directory that lowbit made and these files in it; raises if it has others."""
     for name in files:
         for path in (folder / name, folder / f"{name}.part"):
             path.unlink(missing_ok=True)
@@ -210,7 +211,7 @@ def _remove(folder: Path, *files: str) -> None:
             os.rmdir(inner)
     except OSError as error:
         raise FileExistsError(
-            f"{folder} has files that lowbit did not write ({error.strerror}). Move it away, and repeat the command."
+            f"{folder} has files that lowbit did not write ({error.strerror}). Move it away, and try again."
         ) from None
 
 
@@ -218,7 +219,7 @@ def _remove(folder: Path, *files: str) -> None:
 
 
 def _may_replace(folder: Path, name: str, known: Mapping[str, Proof]) -> bool:
-    """Whether a name is free in a directory, or that of a file that lowbit wrote."""
+    """Whether a name in a directory is free, or is a file that lowbit wrote."""
     path = folder / name
     if not _is_inside(folder, name):
         return False
@@ -238,13 +239,13 @@ def _is_file(path: Path) -> bool:
 
 
 def _is_inside(folder: Path, name: str) -> bool:
-    """Whether a name leads to a place in a directory, by directories alone and by no link."""
+    """Whether a name leads to a place inside a directory, through directories and no links."""
     inner = [folder / parent for parent in PurePosixPath(name).parents][:-1]
     return all(path.is_dir() and not path.is_symlink() for path in inner if os.path.lexists(path))
 
 
 def _proof(path: Path) -> Proof:
-    """Size and SHA-256 of a file; of a lowbit file that of its header, which has a checksum of every tensor."""
+    """Size and SHA-256 of a file. A lowbit file is hashed by its header, which has a checksum of every tensor."""
     with path.open("rb") as file:
         left = _header_length(path) if _is_lowbit(path) else path.stat().st_size
         digest = hashlib.sha256()
@@ -260,7 +261,7 @@ def _header_length(path: Path) -> int:
 
 
 def _is_lowbit(path: Path) -> bool:
-    """Whether a file is a lowbit file, by its header and the checksum of that."""
+    """Whether a file is a lowbit file with an intact header."""
     size = path.stat().st_size
     if size < 8 + DIGEST or version_of(path) is None:
         return False
@@ -276,12 +277,12 @@ def _is_lowbit(path: Path) -> bool:
 def _write_manifest(folder: Path, files: Mapping[str, Proof]) -> None:
     part = folder / f"{MANIFEST}.part"
     part.write_text(json.dumps({"lowbit.manifest": _VERSION, "files": files}, indent=1) + "\n", "utf-8")
-    synced(part)
+    sync(part)
     os.replace(part, folder / MANIFEST)
 
 
 def _manifest(folder: Path) -> dict[str, Proof] | None:
-    """The files that lowbit wrote to a directory, by its manifest; None if there is none that can be read."""
+    """The files that lowbit wrote to a directory, from its manifest; None without a readable manifest."""
     path = folder / MANIFEST
     if not _is_file(path):
         return None

@@ -1,14 +1,17 @@
-"""A report on two files: what became of the tensors of one in the other."""
+"""Compare two files, tensor by tensor."""
 
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from lowbit.formats import QuantizedArray
 from lowbit.models.histogram import histogram
 from lowbit.models.report import Report, Row, worst
 
-from .convert import compared
-from .source import Tensors, open_tensors
+from .readers import Reader, open_tensors
 
 
 def compare(
@@ -18,11 +21,16 @@ def compare(
     histograms: int = 8,
     progress: Callable[[Sequence[str]], Iterable[str]] = lambda names: names,
 ) -> Report:
-    """A report on what the tensors of `a` are stored as in `b`: files of any kind that we read, or directories.
+    """A report on how the tensors of file `a` are stored in `b`: sizes, formats and errors.
 
-    `histograms`: of how many of the worst tensors. What is not in both, in one shape, is named in `notes`.
+    - `a`, `b`: files of any kind that can be read, or directories.
+    - `histograms`: the number of tensors, the worst first, to make histograms of.
+    - `progress`: wraps the sequence of names to iterate over, for instance in a progress bar.
+
+    Tensors that are missing from one of the two, or differ in shape, are listed in `notes`.
 
     >>> import tempfile, jax.numpy as jnp, lowbit
+    >>> from lowbit.io import compare
     >>> folder, w = tempfile.mkdtemp(), jnp.linspace(-1, 1, 2048).reshape(32, 64)
     >>> lowbit.save(f"{folder}/a.safetensors", {"w": w, "b": jnp.ones(64)})
     >>> lowbit.save(f"{folder}/b.safetensors", {"w": lowbit.quantize(w, "int8"), "b": jnp.ones(64)})
@@ -31,7 +39,7 @@ def compare(
     [('w', 'F32', 'int8', 'was F32'), ('b', 'F32', None, 'F32 in both')]
     """
     before, after = open_tensors(a), open_tensors(b)
-    _ = worst((), histograms)  # a wrong number is an error before any work is done
+    _ = worst((), histograms)  # raises on a wrong number before any work is done
     common = [name for name in before if name in after and before.shape(name) == after.shape(name)]
     if not common:
         raise ValueError(f"{a} and {b} have no tensor of the same name and shape.")
@@ -41,7 +49,7 @@ def compare(
     return Report(tuple(rows), (), counted, _notes(before, after))
 
 
-def _row(a: Tensors, b: Tensors, name: str, error: float) -> Row:
+def _row(a: Reader, b: Reader, name: str, error: float) -> Row:
     was, now = a.type(name), b.type(name)
     kept = was == now and error == 0
     stored = None if kept else b.array(name)
@@ -59,8 +67,8 @@ def _row(a: Tensors, b: Tensors, name: str, error: float) -> Row:
     )
 
 
-def _notes(a: Tensors, b: Tensors) -> tuple[str, ...]:
-    """What cannot be compared, and why."""
+def _notes(a: Reader, b: Reader) -> tuple[str, ...]:
+    """Sentences on the tensors that cannot be compared."""
     lost = {f"not in {x.path}": [n for n in y if n not in x] for x, y in ((a, b), (b, a))}
     other = [f"{n} ({a.shape(n)} and {b.shape(n)})" for n in a if n in b and a.shape(n) != b.shape(n)]
     return tuple(
@@ -68,3 +76,22 @@ def _notes(a: Tensors, b: Tensors) -> tuple[str, ...]:
         for why, names in {**lost, "of another shape": other}.items()
         if names
     )
+
+
+def compared(a: Reader, b: Reader, names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The relative error |b - a| / |a| of each tensor, and its largest absolute difference.
+
+    Equal elements differ by 0, also NaN and infinity. Other differences from or to NaN are NaN, and from or to infinity
+    infinite. Tensors of different shapes have an infinite error.
+    """
+    for name in names:
+        found = {"name": name, "shape": a.shape(name), "other": b.shape(name)}
+        if a.shape(name) != b.shape(name):
+            yield {**found, "error": math.inf, "largest": math.inf}
+            continue
+        x, y = a.dense(name).astype(np.float32), b.dense(name).astype(np.float32)
+        with np.errstate(all="ignore"):
+            difference = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(y - x))
+            norm, size = (float(np.linalg.norm(v.ravel())) for v in (difference, np.where(np.isfinite(x), x, 0)))
+        error = norm / size if size else (0.0 if norm == 0 else math.nan if math.isnan(norm) else math.inf)
+        yield {**found, "error": error, "largest": float(difference.max(initial=0))}

@@ -1,0 +1,236 @@
+"""Saving a tree of arrays to a lowbit file, and loading arrays from any file that can be read."""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from lowbit.formats import QuantizedArray
+from lowbit.models.sharding import shardings
+from lowbit.runtime._compat import mesh_in_context
+
+from ._checks import short
+from ._dtypes import DTYPES
+from .bitsandbytes import DequantizedWarning
+from .container._header import OWN, Container, Key, Tensor, children_of, open_contents, path_name
+from .container._layout import index_files, outlined, remove_shard_files
+from .container._write import save_together, write_file
+from .readers import LowbitFile, Reader, is_lowbit_file, open_tensors
+from .readers._base import check_method, is_stored
+from .readers.lowbit import on_device
+
+
+def save(path: str | os.PathLike[str], tree: Any, *, metadata: dict[str, Any] | None = None) -> None:
+    """Write a tree of arrays to a lowbit file, bit for bit.
+
+    - Leaves: quantized arrays; jax and numpy arrays of the dtypes that safetensors has; Python numbers and strings;
+      None. An array that occurs several times is stored once, and is one array again after `load`.
+    - Containers: dicts with string or integer keys, lists and tuples are restored by `load`. Of other containers the
+      leaves are stored, and `load` needs a tree `like` it.
+    - `metadata`: a dict that JSON can represent.
+
+    The file is written to a temporary file, which replaces `path` once it is on the disk: `path` is always the whole
+    old file or the whole new one.
+
+    In a program of several processes (`jax.distributed`) all processes must call `save`, with the same tree and the
+    same path on a shared file system. Each writes its shards of the arrays to a file beside `path`, and `path` is an
+    index of these files. Arrays that are local to each process are saved from process 0. If one process fails, all
+    raise an `OSError`, and the old file stays.
+
+    >>> import tempfile, jax.numpy as jnp, lowbit
+    >>> params = {"w": lowbit.quantize(jnp.ones((64, 32))), "b": jnp.zeros(32)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     lowbit.save(f"{folder}/model.safetensors", params, metadata={"step": 100})
+    ...     lowbit.load(f"{folder}/model.safetensors")["w"].packed.shape
+    (64, 16)
+    """
+    target = Path(os.path.realpath(path))
+    if jax.process_count() > 1:
+        return save_together(target, tree, metadata)
+    old = index_files(target)
+    write_file(target, *outlined(target, tree, metadata))
+    remove_shard_files(target, old)
+
+
+def load(path: str | os.PathLike[str], like: Any = None) -> Any:
+    """Load the arrays of a file or a directory, with the bits that it stores.
+
+    - A lowbit file gives the tree that was saved: dicts, lists and tuples of its arrays.
+    - A GGUF file, another safetensors file, or a Hugging Face directory gives a dict of its arrays by their names. What
+      is stored in a lowbit format (NF4 of bitsandbytes; Q8_0 and TQ2_0 of GGUF) is quantized. Other types that have to
+      be decoded are dequantized to float32, with a `DequantizedWarning`.
+    - `like`: a tree of the same structure, for other containers than dicts, lists and tuples, which are taken from it.
+      Its leaves, arrays or `jax.ShapeDtypeStruct`s, must match the file in shape and dtype, and quantized ones also in
+      format. A numpy leaf gives a numpy array.
+    - A `NamedSharding` of a leaf in `like` is applied; of a quantized leaf, to its logical axes. A process reads only
+      the bytes for its own devices. The checksum of a tensor that is not read in full is not checked.
+    - Arrays are jax arrays, or numpy arrays where JAX would narrow them to 32 bits (without `jax_enable_x64`).
+
+    On CPU the arrays are memory-mapped. Replace such a file, as `save` does, rather than write into it.
+
+    >>> import tempfile, jax, jax.numpy as jnp, lowbit
+    >>> init = lambda: {"w": jnp.ones((64, 32)), "scale": (jnp.zeros(32), 1.5)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     lowbit.save(f"{folder}/model.safetensors", lowbit.quantize_tree(init(), "int8")[0])
+    ...     params = lowbit.load(f"{folder}/model.safetensors", like=jax.eval_shape(init))
+    >>> type(params["w"]).__name__, params["scale"][1]
+    ('Array8B', 1.5)
+    """
+    file = open_tensors(path)
+    tree = file.tree if isinstance(file, LowbitFile) else _flat_tree(file)
+    loader = _Loader(file)
+    return loader.plain(tree, ()) if like is None else loader.filled(tree, like, ())
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The metadata of a file, without reading an array.
+
+    Of a lowbit file, the `metadata` that was given to `save`, or an empty dict; of other files and of directories, what
+    they say about themselves: the fields of a GGUF file, `config.json` as `"config"`.
+
+    >>> import tempfile, jax.numpy as jnp, lowbit
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     lowbit.save(f"{folder}/model.safetensors", {"b": jnp.zeros(32)}, metadata={"step": 100})
+    ...     lowbit.load_metadata(f"{folder}/model.safetensors")
+    {'step': 100}
+    """
+    path = Path(path)
+    if path.is_file() and is_lowbit_file(path):
+        return open_contents(path)[1].metadata
+    return open_tensors(path).metadata
+
+
+def _flat_tree(file: Reader) -> Container:
+    """The arrays of a file of another library, by name."""
+    check_method(file)
+    kinds = Counter(file.type(name) for name in file)
+    decoded = [kind for kind in kinds if kind not in DTYPES and not is_stored(kind)]
+    if decoded:
+        which = ", ".join(f"{kinds[kind]} of type {kind}" for kind in decoded)
+        warnings.warn(
+            f"{file.path}: tensors are dequantized to float32, since lowbit has no format for them: {which}.",
+            category=DequantizedWarning,
+            stacklevel=3,
+        )
+    return Container("dict", {name: file.array(name) for name in file})
+
+
+class _Loader:
+    """Makes arrays from the nodes of a file: a `Tensor` or an array, or a quantized array with these as components."""
+
+    def __init__(self, file: Reader):
+        self.file = file
+        self.made: dict[Any, Any] = {}  # so that an array that was stored once is one array again
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def view(self, node: Any) -> np.ndarray:
+        return self.file.view(node) if isinstance(self.file, LowbitFile) else np.asarray(node)
+
+    def component(self, node: Any, sharding: NamedSharding | None) -> Any:
+        if isinstance(node, jax.Array) and sharding is None:
+            return node
+        make = (lambda: on_device(self.view(node))) if sharding is None else (lambda: self.sharded(node, sharding))
+        return self.once((id(node), sharding), make)
+
+    def sharded(self, node: Any, sharding: NamedSharding) -> Any:
+        if isinstance(self.file, LowbitFile):
+            return self.file.sharded(node, sharding)
+        view = self.view(node)
+        if jax.dtypes.canonicalize_dtype(view.dtype) != view.dtype:
+            return view  # as `on_device` does
+        return jax.make_array_from_callback(view.shape, sharding, lambda index: view[index], dtype=view.dtype)
+
+    def array(self, node: Any, path: tuple[Key, ...], like: Any = None) -> Any:
+        if not isinstance(node, Tensor | QuantizedArray | np.ndarray):
+            return node
+        if not isinstance(node, QuantizedArray) and isinstance(like, np.ndarray | np.generic):
+            return self.once((id(node), np.ndarray), lambda: self.view(node))
+        if (sharding := _sharding_of(like)) is None:
+            return self.once((id(node), "whole"), lambda: self.whole(node, path))
+        try:
+            parts = shardings(node, sharding)
+        except ValueError as error:
+            raise ValueError(f"{self.file.path}: cannot shard {path_name(path)} like `like`: {error}") from None
+        return self.once((id(node), "sharded", sharding), lambda: jax.tree.map(self.component, node, parts))
+
+    def whole(self, node: Any, path: tuple[Key, ...]) -> Any:
+        if isinstance(self.file, LowbitFile):
+            self.file.check_codes(node, path_name(path))
+        return jax.tree.map(lambda x: self.component(x, None), node)
+
+    def plain(self, node: Any, path: tuple[Key, ...]) -> Any:
+        """A node as dicts, lists and tuples."""
+        if not isinstance(node, Container):
+            return self.array(node, path)
+        if node.kind not in OWN:
+            raise ValueError(
+                f"{self.file.path}: {path_name(path)} is of the class {short(node.kind)}, not a dict, list or tuple. "
+                "Pass a tree of the same structure as `like`, for instance the jax.eval_shape of its constructor."
+            )
+        children = {key: self.plain(child, (*path, key)) for key, child in node.children.items()}
+        return children if node.kind == "dict" else OWN[node.kind](children.values())
+
+    def filled(self, node: Any, like: Any, path: tuple[Key, ...]) -> Any:
+        """A node in the containers of `like`."""
+        opened = children_of(like)
+        if opened is None or not isinstance(node, Container):
+            if opened or isinstance(node, Container) or not _agree(node, like):
+                here, there = _described(node), _described(like)
+                raise ValueError(f"{self.file.path}: {path_name(path)} is {here} in the file and {there} in `like`.")
+            return self.array(node, path, like)
+        found, rebuilt = opened
+        keys = dict.fromkeys(key for key, _ in found)
+        for key in {**node.children, **keys}:
+            if key not in keys or key not in node.children:
+                where = "`like` and not in the file" if key in keys else "the file and not in `like`"
+                raise ValueError(f"{self.file.path}: {path_name((*path, key))} is in {where}.")
+        return rebuilt([self.filled(node.children[key], child, (*path, key)) for key, child in found])
+
+
+def _agree(node: Any, like: Any) -> bool:
+    """Whether a leaf of a file matches a leaf of `like`."""
+    if not hasattr(like, "dtype"):
+        return type(node) is type(like)
+    if type(node) in (bool, int, float, complex):
+        return like.shape == () and like.dtype == jnp.result_type(type(node))
+    if not hasattr(node, "dtype") or tuple(like.shape) != node.shape or like.dtype != node.dtype:
+        return False
+    return not isinstance(like, QuantizedArray) or _format(like) == _format(node)
+
+
+def _format(array: Any) -> Any:
+    if not isinstance(array, QuantizedArray):
+        return None
+    # Neither settings of products nor the width of scales are part of a format.
+    static = [getattr(array, name) for name in array._fields()[1] if name not in ("use_kernel", "compute")]
+    components = {name: (tuple(part.shape), part.dtype.kind in "iu") for name, part in array.parts().items()}
+    return type(array), static, components
+
+
+def _described(x: Any) -> str:
+    if not hasattr(x, "dtype"):
+        return f"a {short(x.kind)[1:-1] if isinstance(x, Container) else type(x).__name__}"
+    layout = f", spans {x.spans}{', transposed' * x.transposed}" if isinstance(x, QuantizedArray) else ""
+    return f"{type(x).__name__ if layout else 'an array'} of shape {tuple(x.shape)} and dtype {x.dtype}{layout}"
+
+
+def _sharding_of(like: Any) -> NamedSharding | None:
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if isinstance(sharding.mesh, Mesh):
+        return sharding
+    # jax.eval_shape gives an abstract mesh; the devices are those of the mesh in context.
+    mesh = mesh_in_context()
+    return None if mesh is None else NamedSharding(mesh, sharding.spec)

@@ -1,0 +1,139 @@
+"""What every reader of a file or a directory has in common."""
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from lowbit.formats import FORMATS, QuantizedArray
+from lowbit.formats._blocks import WHOLE
+
+from .._chunks import Chunked, struct_of
+from .._dtypes import DTYPES
+from .._maps import located, release
+from .._regions import Region
+from ._file_regions import region_reader
+
+# Types of other files whose bits are those of a lowbit format.
+_SAME_BITS = ("Q8_0", "TQ2_0")
+
+
+class Reader(ABC):
+    """Named tensors of a file or a directory, each read on request.
+
+    - Opening one reads and checks the headers; a file that is damaged there raises a `ValueError` that names the file
+      and the tensor. Numbers are read from a memory map when a method asks for them.
+    - It is a collection of names: `for name in reader`, `name in reader`, `len(reader)`, `reader.names`.
+    - `path`: the file or directory. `metadata`: what it says about itself, as a dict.
+    - A method that gets an unknown name raises a `KeyError` with similar names.
+
+    A subclass passes its entries by name to `__init__` and implements `shape`, `nbytes`, `type`, `array` and `dense`.
+    `chunks` needs an implementation only where a quantized tensor can be read in chunks.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+
+    def __init__(self, path: Path, metadata: dict[str, Any], entries: Mapping[str, Any]):
+        self.path, self.metadata, self._entries = path, metadata, entries
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors, in the order of the file."""
+        return tuple(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, {len(self)} tensors)"
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, also of a quantized one, as the dequantized array has it. Reads no numbers."""
+
+    @abstractmethod
+    def nbytes(self, name: str) -> int:
+        """The number of bytes that a tensor takes in the file, with all its components."""
+
+    @abstractmethod
+    def type(self, name: str) -> str:
+        """How a tensor is stored: the name of a lowbit format (`"nf4"`), a dtype as safetensors names it (`"BF16"`), or
+        the file's own name for anything else (`"Q4_1"`).
+        """
+
+    @abstractmethod
+    def array(self, name: str) -> QuantizedArray | np.ndarray:
+        """A tensor with the bits that the file stores: a quantized array if there is a lowbit format for them, a
+        read-only view of the file for plain numbers. Never quantized again. What fits neither is `dense(name)`.
+        """
+
+    @abstractmethod
+    def dense(self, name: str, dtype: Any = np.float32) -> np.ndarray:
+        """A tensor dequantized to `dtype`. A read-only view of the file where nothing has to be decoded or cast."""
+
+    def chunks(self, name: str, *, as_stored: bool) -> Chunked:
+        """A tensor that can be read in chunks: with the stored bits, or as numbers that can be quantized."""
+        shape = self.shape(name)
+        if self.type(name) in DTYPES:
+            view = np.asarray(self.array(name))
+            return Chunked(struct_of(view), [1] * len(shape), region_reader(located(view), view))
+        whole = [WHOLE] * len(shape)
+        if not as_stored:
+            return Chunked(jax.ShapeDtypeStruct(shape, np.float32), whole, _read_whole(self.dense, name))
+        like = jax.tree.map(struct_of, self.array(name))
+        release()
+        return Chunked(like, whole, _read_whole(self.array, name))
+
+    def _entry(self, name: str) -> Any:
+        if name not in self._entries:
+            near = difflib.get_close_matches(name, self._entries)
+            raise KeyError(
+                f"{self.path} has no tensor {name!r}." + (f" Did you mean {' or '.join(near)}?" if near else "")
+            )
+        return self._entries[name]
+
+
+def _read_whole(read: Callable[[str], Any], name: str) -> Callable[[Region], Any]:
+    """Reads a tensor that cannot be split, for its one chunk."""
+
+    def whole(_: Region) -> Any:
+        array = read(name)
+        release()
+        return array
+
+    return whole
+
+
+def is_stored(kind: str) -> bool:
+    """Whether tensors of a type are quantized arrays: of a lowbit format, or of a user's class.
+
+    >>> is_stored("nf4"), is_stored("Q8_0"), is_stored("Q4_1"), is_stored("BF16")
+    (True, True, False, False)
+    """
+    return kind in FORMATS or kind in _SAME_BITS or kind in _class_names(QuantizedArray)
+
+
+def _class_names(cls: type) -> set[str]:
+    return {cls.__name__}.union(*map(_class_names, cls.__subclasses__()))
+
+
+def check_method(file: Reader) -> None:
+    """Raise if a model was quantized by a method that cannot be read: its integers mean nothing without it."""
+    config = file.metadata.get("config")
+    method = config.get("quantization_config") if isinstance(config, dict) else None
+    if isinstance(method, dict) and (method.get("quant_method") != "bitsandbytes" or method.get("load_in_8bit")):
+        name = "bitsandbytes in 8 bits" if method.get("load_in_8bit") else method.get("quant_method")
+        raise ValueError(
+            f"{file.path} was quantized by {name}, which cannot be read. NF4 of bitsandbytes and dense models can be."
+        )

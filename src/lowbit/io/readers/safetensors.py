@@ -1,0 +1,260 @@
+"""Reading safetensors files, and Hugging Face directories of them.
+
+Such files have no checksums and are not trusted: whatever is inconsistent raises one `ValueError` that names the file
+and the tensor. Tensors are read on request, from a memory map. NF4 tensors of bitsandbytes appear as one tensor each.
+
+The `safetensors` package decides what a valid file is. The header is parsed here first, since the package needs 35
+times the size of a hostile header, accepts duplicate names, and does not name the tensor in every error.
+"""
+
+import math
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from lowbit.formats import QuantizedArray
+
+from .._checks import are_counts, bad_tensor, can_be_a_shape, checked_field, checked_json
+from .._directory import INDEX_FILE, WEIGHTS
+from .._dtypes import DTYPES
+from .._maps import mapped
+from ..bitsandbytes import DequantizedWarning, SavedNF4, saved_components
+from ..container._header import SHA256
+from ._base import Reader
+
+_MOST_AXES = 64  # the limit of numpy
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+class _SafetensorsReader(Reader):
+    """Tensors of safetensors files. Those that bitsandbytes saved as several tensors appear as one.
+
+    - `dequantized`: for each tensor that `array` could not give with its stored bits, the reason.
+    """
+
+    dequantized: dict[str, str]
+
+    def __init__(self, path: Path, names: Iterable[str], metadata: dict[str, Any], strict: bool):
+        names = tuple(names)
+        self.dequantized, self._strict = {}, strict
+        self._components = saved_components(names, path)
+        hidden = {c for name, components in self._components.items() for c in components.values() if c != name}
+        self._saved: dict[str, SavedNF4] = {}
+        super().__init__(path, metadata, dict.fromkeys(name for name in names if name not in hidden))
+
+    @abstractmethod
+    def _file(self, name: str) -> "_File":
+        """The file that holds a tensor or a component of one."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return saved.shape if (saved := self._nf4(name)) else self._file(name).entries[name].shape
+
+    def nbytes(self, name: str) -> int:
+        self._entry(name)
+        stored = self._components[name].values() if name in self._components else (name,)
+        return sum(self._file(component).view(component).nbytes for component in stored)
+
+    def type(self, name: str) -> str:
+        self._entry(name)
+        return "nf4" if name in self._components else self._file(name).entries[name].type
+
+    def dense(self, name: str, dtype: Any = np.float32) -> np.ndarray:
+        if saved := self._nf4(name):
+            return saved.dense(dtype)
+        with np.errstate(all="ignore"):  # what the dtype cannot hold becomes infinite
+            return self._file(name).view(name).astype(dtype, copy=False)
+
+    def array(self, name: str) -> QuantizedArray | np.ndarray:
+        """A tensor with the bits that the file stores.
+
+        - NF4: an `ArrayNF4` with blocks along the last axis. If blocks cross rows there is none: the tensor is
+          dequantized to the dtype that was quantized, with a `DequantizedWarning` and an entry in `dequantized`;
+          with `strict` that raises.
+        - All others: a numpy array, a read-only view of the file.
+        """
+        saved = self._nf4(name)
+        if saved is None:
+            return self._file(name).view(name)
+        if not saved.crosses_rows:
+            return saved.array()
+        reason = f"its blocks of {saved.block_size} cross its rows of {saved.shape[-1]}"
+        if self._strict:
+            raise ValueError(f"{self.path}: tensor {name!r} cannot keep its stored bits: {reason}.")
+        self.dequantized[name] = reason
+        warnings.warn(
+            f"{self.path}: tensor {name!r} is dequantized: {reason}.", category=DequantizedWarning, stacklevel=2
+        )
+        return saved.dense(saved.dtype)
+
+    def _nf4(self, name: str) -> SavedNF4 | None:
+        """A tensor that bitsandbytes saved, or None for any other."""
+        self._entry(name)
+        if name not in self._components:
+            return None
+        if name not in self._saved:
+            found = {key: self._file(stored).view(stored) for key, stored in self._components[name].items()}
+            self._saved[name] = SavedNF4.read(name, found, self._file(name).path)
+        return self._saved[name]
+
+
+class SafetensorsFile(_SafetensorsReader):
+    """A safetensors file: its metadata, and its tensors by name, each read on request.
+
+        file = SafetensorsFile("model.safetensors")
+        file.type("model.layers.0.mlp.up_proj.weight")      # 'nf4'
+        file.array("model.layers.0.mlp.up_proj.weight")     # an ArrayNF4 with the file's own codes and scales
+        file.dense("model.norm.weight")                     # float32, whatever the file stores
+
+    Opening it reads and checks its header. `strict`: raise if a tensor cannot be kept with its stored bits.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, strict: bool = False):
+        self._only = _File(Path(path))
+        super().__init__(self._only.path, self._only.entries, self._only.metadata, strict)
+
+    def _file(self, name: str) -> "_File":
+        return self._only
+
+
+class HuggingFaceDir(_SafetensorsReader):
+    """A directory with a model: `model.safetensors`, or a `model.safetensors.index.json` and the files it names.
+
+        model = HuggingFaceDir("SmolLM2-135M")
+        model.metadata["config"]["hidden_size"]             # 576
+        model.dense("model.embed_tokens.weight")
+        model.other_files                                   # (Path('config.json'), Path('tokenizer.json'), ...)
+
+    A file with weights is opened and checked against the index when the first of its tensors is requested.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, strict: bool = False):
+        path = Path(path)
+        # Names in an index are looked up in this listing, so none can lead out of the directory.
+        with os.scandir(path) as files:
+            self._sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
+        self._opened: dict[str, _File] = {}
+        metadata: dict[str, Any] = {}
+        if "config.json" in self._sizes:
+            metadata["config"] = self._json(path / "config.json")
+        if WEIGHTS in self._sizes and INDEX_FILE in self._sizes:
+            raise ValueError(f"{path} has both {WEIGHTS} and {INDEX_FILE}. Remove the one that is not the model.")
+        if WEIGHTS in self._sizes:
+            self._opened[WEIGHTS] = _File(path / WEIGHTS)
+            self._file_of = dict.fromkeys(self._opened[WEIGHTS].entries, WEIGHTS)
+        elif INDEX_FILE in self._sizes:
+            index = self._json(path / INDEX_FILE)
+            metadata["index"] = index.get("metadata")
+            self._file_of = self._weight_map(path / INDEX_FILE, index)
+        else:
+            raise ValueError(f"{path} has neither {WEIGHTS} nor {INDEX_FILE}.")
+        super().__init__(path, self._file_of, metadata, strict)
+
+    @property
+    def other_files(self) -> tuple[Path, ...]:
+        """The files that are not weights, relative to the directory, without hidden ones."""
+        return other_files(self.path)
+
+    def _json(self, path: Path) -> dict[str, Any]:
+        def bad(problem: str) -> ValueError:
+            return ValueError(f"{path} {problem}. Download it again.")
+
+        return checked_json(path.read_bytes(), sum(self._sizes.values()), bad)
+
+    def _weight_map(self, path: Path, index: dict[str, Any]) -> dict[str, str]:
+        files = index.get("weight_map")
+        if type(files) is not dict:
+            raise ValueError(f"{path} has no weight_map from tensors to files.")
+        for name, file in files.items():
+            if type(file) is not str or file not in self._sizes:
+                raise ValueError(f"{path} has tensor {name!r} in {file!r}, which does not exist beside it.")
+        return files
+
+    def _file(self, name: str) -> "_File":
+        file = self._file_of[name]
+        if file not in self._opened:
+            opened, index = _File(self.path / file), self.path / INDEX_FILE
+            listed = {tensor for tensor in self._file_of if self._file_of[tensor] == file}
+            for tensor in sorted(listed ^ opened.entries.keys()):
+                place = f"in {self._file_of[tensor]!r}" if tensor in self._file_of else "nowhere"
+                has = "has" if tensor in opened.entries else "has no"
+                raise ValueError(f"{opened.path} {has} tensor {tensor!r}, but {index} lists it {place}.")
+            self._opened[file] = opened
+        return self._opened[file]
+
+
+def other_files(path: Path) -> tuple[Path, ...]:
+    """The files of a directory that are not weights, relative to it, without hidden ones."""
+    found: list[Path] = []
+    for folder, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in files if not name.startswith(".") and not name.endswith(_WEIGHT_FILES)]
+    return tuple(sorted(file.relative_to(path) for file in found))
+
+
+class _Entry(NamedTuple):
+    """A tensor in the header of a file: bytes `start` to `stop` of the file."""
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class _File:
+    """One safetensors file: its header, and views of its tensors."""
+
+    def __init__(self, path: Path):
+        def bad(problem: str) -> ValueError:
+            return ValueError(f"{path} cannot be read as safetensors: it {problem}. Download or convert it again.")
+
+        self.path = path
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise bad(f"has {size} bytes, and its header would have {length}")
+            header = checked_json(file.read(length), size, bad)
+        header.pop("__metadata__", None)
+        self.entries = {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
+        try:
+            with safe_open(path, framework="np") as opened:
+                self.metadata: dict[str, Any] = opened.metadata() or {}
+        except SafetensorError as error:
+            raise bad(f"is refused by the safetensors package ({error})") from None
+        # Without its checksums a lowbit file would read as a plain one, by the names of its components.
+        if SHA256 in self.entries or any(key.startswith("lowbit.") for key in self.metadata):
+            raise ValueError(f"{path} is a damaged lowbit file: its header was changed. Download or convert it again.")
+        self._data = mapped(path)
+
+    def view(self, name: str) -> np.ndarray:
+        entry = self.entries[name]
+        stored = self._data[entry.start : entry.stop]
+        if entry.type == "BOOL" and (stored > 1).any():
+            raise bad_tensor(self.path, name, "is of type BOOL and has bytes other than 0 and 1")
+        return stored.view(DTYPES[entry.type]).reshape(entry.shape)
+
+
+def _entry(path: Path, name: str, entry: Any, start: int, size: int) -> _Entry:
+    """The checked entry of a tensor; the data begins at byte `start` of a file of `size` bytes."""
+
+    def bad(problem: str) -> ValueError:
+        return bad_tensor(path, name, problem)
+
+    if type(entry) is not dict:
+        raise bad("has no dtype, shape and data_offsets")
+    kind = checked_field(entry, "dtype", lambda kind: type(kind) is str and kind in DTYPES, bad)
+    shape = tuple(
+        checked_field(entry, "shape", lambda shape: are_counts(shape, _MOST_AXES) and can_be_a_shape(shape), bad)
+    )
+    first, last = checked_field(entry, "data_offsets", lambda two: are_counts(two, 2) and len(two) == 2, bad)
+    if last - first != math.prod(shape) * DTYPES[kind].itemsize:
+        raise bad(f"spans bytes {first} to {last}, which is not the size of {kind} {shape}")
+    if start + last > size:
+        raise bad(f"ends at byte {start + last} of a file of {size}")
+    return _Entry(kind, shape, start + first, start + last)
