@@ -19,10 +19,10 @@ def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Reade
 
     >>> import tempfile, jax.numpy as jnp, lowbit
     >>> path = f"{tempfile.mkdtemp()}/model.safetensors"
-    >>> lowbit.save(path, {"up": lowbit.quantize(jnp.ones((64, 32))), "norm": jnp.ones(32)})
+    >>> lowbit.save(path, {"up": lowbit.quantize(jnp.ones((64, 64))), "norm": jnp.ones(64)})
     >>> file = open_tensors(path)
     >>> {name: (file.type(name), file.shape(name), file.nbytes(name)) for name in file}
-    {'up': ('nf4', (64, 32), 1152), 'norm': ('F32', (32,), 128)}
+    {'up': ('nf4', (64, 64), 2304), 'norm': ('F32', (64,), 256)}
     """
     path = Path(path)
     if path.is_dir():
