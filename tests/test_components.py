@@ -15,12 +15,15 @@ from jax.sharding import PartitionSpec as P
 from test_rules import MOVES
 
 import lowbit
+import lowbit.kernels.gpu.kernel
+import lowbit.kernels.tpu.kernel
 from lowbit import implicit
 from lowbit.io import GGUFFile
 from lowbit.io.bitsandbytes import bitsandbytes_tensors
 from lowbit.io.gguf_writer import write_gguf
 from lowbit.io.readers import LowbitFile
 from lowbit.kernels import gpu, tpu
+from lowbit.kernels._product import Product
 from lowbit.ops.squares import squares
 
 NARROW = [jnp.bfloat16, jnp.float16]
@@ -126,18 +129,18 @@ def test_scales_of_scales_may_be_narrow(dtype: Any) -> None:
     )
 
 
+on_tpu = partial(tpu.kernel.matmul, chip="TPU v5")
+
+
 @pytest.mark.parametrize("contract", [-2, -1])
 def test_narrow_scales_in_the_kernels_of_accelerators(contract: int) -> None:
     for layout in layouts():
         narrow, wide = pair(layout, jnp.bfloat16, (128, 256))
         x = normal(5, narrow.shape[contract])
-        for kernel in (
-            partial(tpu.matmul, chip="TPU v5", interpret=True),
-            partial(tpu.matmul, chip="TPU v5", interpret=True, arithmetic="fast"),
-            partial(gpu.product, interpret=True),
-        ):
-            multiply = jax.jit(partial(kernel, contract=contract, dtype=jnp.float32))
-            np.testing.assert_array_equal(multiply(x, narrow), multiply(x, wide))
+        for kernel, arithmetic in ((on_tpu, "exact"), (on_tpu, "fast"), (gpu.kernel.matmul, "exact")):
+            multiply = jax.jit(partial(kernel, interpret=True))
+            products = (Product(x, w, contract, jnp.float32, arithmetic=arithmetic) for w in (narrow, wide))
+            np.testing.assert_array_equal(*map(multiply, products))
 
 
 def test_narrow_scales_over_devices(layout: Layout) -> None:
