@@ -1,4 +1,4 @@
-"""Low-bit arrays for JAX: weights in 8, 4, 2 or 1 bits that go on being arrays."""
+"""Low-bit arrays for JAX: weights stored in 8, 4, 2 or 1 bits that still behave like arrays."""
 
 from . import rules as rules
 from . import testing as testing
