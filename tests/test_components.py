@@ -209,7 +209,7 @@ def test_a_component_of_another_dtype_is_noticed_at_the_first_use(use: str, layo
             remedy = r"lowbit\.tree_map.*is_leaf=lowbit\.is_quantized"
             with pytest.raises(TypeError, match=rf"{component} .*{type(q).__name__}.*{np.dtype(dtype).name}.*{remedy}"):
                 USES[use](mapped)
-            assert "not an array now" in repr(mapped)
+            assert "and the format stores" in repr(mapped)
 
 
 def test_the_usual_mistakes_raise() -> None:

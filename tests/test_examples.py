@@ -106,7 +106,7 @@ def check_report(report: lowbit.Report, weights: Weights, params: Any, printed: 
     assert report.kept and all(KEPT.fullmatch(row.path) for row in report.kept)
     leaves = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)]
     for row, leaf in zip(report.quantized, leaves, strict=True):
-        assert (type(leaf), leaf.shape, leaf.axis) == (CLASSES[row.format], row.shape, (row.axis,))
+        assert (type(leaf), leaf.shape, leaf.axis) == (CLASSES[row.format], row.shape, row.axis)
     assert (report.before, report.after) == (stored(lowbit.dequantize_tree(params)), stored(params))
     assert printed.startswith(f"{report}\n{report.before:,} bytes before, {report.after:,} after; relative error of")
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import Layout, assert_close, assert_same_bits
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lowbit
 from lowbit import FORMATS, Array1B, Array8B, ArrayNF4
@@ -229,8 +230,8 @@ def test_a_class_called_with_an_array_quantizes(any_layout: Layout) -> None:
 
 def test_views_read_in_the_order_of_the_array(layout: Layout) -> None:
     q = layout.quantize(jax.random.normal(jax.random.key(0), (64, 96)))
-    assert q.axis == (layout.axis,)
-    assert q.T.axis == (-3 - layout.axis,)
+    assert q.axis == layout.axis
+    assert q.T.axis == -3 - layout.axis
     for name in q.part_names:
         np.testing.assert_array_equal(getattr(q.T, name), getattr(q, name).T)
 
@@ -254,8 +255,19 @@ def test_delete_frees_the_parts(layout: Layout) -> None:
 def test_repr_tells_format_shape_dtype_and_bytes() -> None:
     q = ArrayNF4.quantize(jnp.ones((64, 96)), axis=0)
     assert repr(q) == (
-        "ArrayNF4(shape=(64, 96), dtype=float32, 3,456 bytes\n  codes uint8[64,48], scales float32[1,96])"
+        "ArrayNF4('nf4', shape=(64, 96), dtype=float32, axis=-2, block_size=64, 4.5 bits a weight, 3,456 bytes\n"
+        "  codes uint8[64,48], scales float32[1,96])"
     )
+    ternary, binary = (lowbit.quantize(jnp.ones((4, 8)), name) for name in ("ternary", "binary"))
+    assert repr(ternary).startswith("Array1B('ternary'") and repr(binary).startswith("Array1B('binary'")
+    types = jax.eval_shape(lambda: q)
+    assert repr(types) == repr(q)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    columns = NamedSharding(mesh, PartitionSpec(None, "x"))
+    assert "sharded over {'x': 2} as PartitionSpec(None, 'x')" in repr(q.with_sharding(columns)).replace(
+        "P(", "PartitionSpec("
+    )
+    assert "codes=NamedSharding" in repr(lowbit.shardings(q, columns))
 
 
 def test_parts_of_ternary_need_no_kind() -> None:

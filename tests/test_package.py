@@ -100,6 +100,7 @@ def test_the_top_level_holds_rooms_and_the_one_entrance() -> None:
     assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == {
         "__init__.py",
         "__main__.py",
+        "_version.py",
         "config.py",
         "py.typed",
         "testing.py",

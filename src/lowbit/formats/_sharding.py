@@ -108,7 +108,9 @@ def check_pieces(
     `elements(axis)`: how many elements of the array those that are stored cover.
     """
     if len(spec) > len(shape):
-        raise ValueError(f"{spec} has {len(spec)} entries, and the array of shape {tuple(shape)} has {len(shape)} axes.")
+        raise ValueError(
+            f"{spec} has {len(spec)} entries, and the array of shape {tuple(shape)} has {len(shape)} axes."
+        )
     sizes = dict(mesh.shape)
     for axis, entry in enumerate(spec, -len(shape)):
         names = () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry

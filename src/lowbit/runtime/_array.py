@@ -298,9 +298,9 @@ class ImplicitArray:
         stored = ", ".join(describe(path, part) for path, part in parts)
         try:
             facts = ", ".join(self._facts())
-        except (AttributeError, TypeError):  # shardings or other objects in the place of the components
+        except AttributeError:  # shardings or other objects in the place of the components
             return f"{type(self).__name__}({stored})"
-        except ValueError as error:  # components that do not fit each other
+        except (TypeError, ValueError) as error:  # components that do not fit the format, or each other
             facts = str(error)
         return f"{type(self).__name__}({facts}\n  {stored})"
 

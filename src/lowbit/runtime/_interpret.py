@@ -226,7 +226,7 @@ process.
 >>> with lowbit.materialization("error"):
 ...     q + 1
 Traceback (most recent call last):
-TypeError: add has no rule for Array8B of shape (64, 32) (float32), so the whole array is made dense. The policy ...
+TypeError: add has no rule for Array8B of shape (64, 32) (float32), so the whole array is made dense at ...
 """
 # The equation that is run, and for each of its operands the path of the parameter that it was in an argument.
 _equation: ContextVar[JaxprEqn | None] = ContextVar("equation", default=None)
