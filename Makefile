@@ -45,7 +45,7 @@ tests: $(VENV)/test
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
-  new_format qat qlora report serialization stream tpu gpu
+  new_format qat qlora readers report serialization stream tpu gpu
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
