@@ -159,7 +159,7 @@ $(OLDEST)/test: dist/built
 # The compilers are those of the JAX in the ordinary environment.
 $(TPU)/test: Makefile $(VENV)/test
 	test -x $(TPU)/bin/python || $(PYTHON) -m venv $(TPU)
-	$(TPU)/bin/python $(PIP) "jax[tpu]==$(JAX_VERSION)" pytest pytest-xdist
+	$(TPU)/bin/python $(PIP) "jax[tpu]==$(JAX_VERSION)" safetensors pytest pytest-xdist
 	touch $@
 
 $(GPU)/test: constraints.txt $(VENV)/test
