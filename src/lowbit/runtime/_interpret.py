@@ -262,8 +262,11 @@ def go_dense(x: Any, primitive: Primitive | str, path: str | None = None) -> Any
 
 
 def _ask_policy(x: ImplicitArray, primitive: Primitive | str, path: str | None = None) -> None:
-    policy = materialization.value
-    line = _compat.user_line(_equation.get())
+    policy, key = materialization.value, (str(primitive), type(x))
+    warns = policy == "warn" and x.warn_on_materialize and key not in _warned
+    if policy != "error" and not warns:
+        return
+    line = _compat.user_line(_equation.get())  # which looks through the stack, so only for a message
     at = f" at {line[0]}:{line[1]}, in {line[2]}" if line else ""
     message = (
         f"{primitive} has no rule for {type(x).__name__} of shape {x.shape} ({np.dtype(x.dtype).name})"
@@ -274,10 +277,9 @@ def _ask_policy(x: ImplicitArray, primitive: Primitive | str, path: str | None =
             f"{message} The policy materialization('error') forbids that: call .materialize() where it is meant, "
             "or register a rule."
         )
-    if policy == "warn" and x.warn_on_materialize and (str(primitive), type(x)) not in _warned:
-        _warned.add((str(primitive), type(x)))
-        message += " `with lowbit.materialization('allow'):` silences this warning, 'error' makes it an error."
-        if line:  # shown at the user's line
-            warnings.warn_explicit(message, MaterializationWarning, line[0], line[1])
-        else:
-            warnings.warn(message, MaterializationWarning, stacklevel=3)
+    _warned.add(key)
+    message += " `with lowbit.materialization('allow'):` silences this warning, 'error' makes it an error."
+    if line:  # shown at the user's line
+        warnings.warn_explicit(message, MaterializationWarning, line[0], line[1])
+    else:
+        warnings.warn(message, MaterializationWarning, stacklevel=3)
