@@ -52,7 +52,7 @@ def _measured(name: str, calls: Product, x: np.ndarray, meant: jax.Array, bound:
 
 
 def _copies(make: Callable[[], Callable[[], Any]], stored: tuple[np.ndarray, np.ndarray], total: int) -> Product:
-    nbytes = sum(part.nbytes for part in stored)
+    nbytes = sum(component.nbytes for component in stored)
     return [make() for _ in range(max(2, -(-total // nbytes)))], nbytes
 
 

@@ -71,8 +71,8 @@ def held() -> Iterator[list[Any]]:
             where = jax.tree.map(partial(NamedSharding, mesh), LAYOUTS[layout](stored))
             placed = jax.device_put(stored, lowbit.shardings(stored, where))
             on_each: collections.Counter[Any] = collections.Counter()
-            for part in jax.tree.leaves(placed):
-                for shard in part.addressable_shards:
+            for component in jax.tree.leaves(placed):
+                for shard in component.addressable_shards:
                     on_each[shard.device] += shard.data.nbytes
             assert len(on_each) == 8 and len(set(on_each.values())) == 1
             most = max(on_each.values())
@@ -80,7 +80,7 @@ def held() -> Iterator[list[Any]]:
 
 
 def bytes_of(tree: Any) -> int:
-    return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(tree))
+    return sum(math.prod(component.shape) * component.dtype.itemsize for component in jax.tree.leaves(tree))
 
 
 # --- the plan

@@ -29,8 +29,8 @@ class Array6B(lowbit.QuantizedArray):
         usable = jnp.where(scales > 0, scales, 1)
         codes = jnp.round(values / formats.spread(usable, spans, array.shape)) + 32
         codes = jnp.nan_to_num(codes).astype(jnp.uint8)
-        parts = {"codes": formats.pack(codes & 15, 2), "high": formats.pack(codes >> 4, 4), "scales": scales}
-        return cls.build(shape=array.shape, dtype=dtype or array.dtype, spans=spans, **parts)
+        components = {"codes": formats.pack(codes & 15, 2), "high": formats.pack(codes >> 4, 4), "scales": scales}
+        return cls.build(shape=array.shape, dtype=dtype or array.dtype, spans=spans, **components)
 
     def levels(self, low, high):
         return (low | high << 4).astype(jnp.float32) - 32

@@ -496,7 +496,7 @@ WRONG = {
     "broken": (
         {"a": Q.replace(scales=Q.scales[:, :3])},
         ValueError,
-        "'a' is not a valid ArrayNF4: The parts",
+        "'a' is not a valid ArrayNF4: The components",
     ),
     "part": ({"a": Q.replace(codes=3)}, TypeError, "'a/codes' is a int of dtype None; files hold"),
     "dtype": (
@@ -981,11 +981,11 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "spans very large": ({"tree": one(quantized(spans=[10**4000]))}, r"'w' has the spans \(1000.* on 2 axes"),
     "spans wrong": (
         {"tree": one(quantized(spans=[4]))},
-        "'w' is not a valid Array8B: The parts of this Array8B no longer fit",
+        "'w' is not a valid Array8B: The components of this Array8B no longer fit",
     ),
     "spans none": (
         {"tree": one(quantized(spans=[]))},
-        "'w' is not a valid Array8B: The parts of this Array8B no longer fit",
+        "'w' is not a valid Array8B: The components of this Array8B no longer fit",
     ),
     "lengths number": ({"tree": one(quantized(lengths=8))}, "'w' has the lengths 8 on 2 axes"),
     "lengths flat": ({"tree": one(quantized(lengths=[-1, 8]))}, r"'w' has the lengths \(-1, 8\) on 2 axes"),
@@ -994,8 +994,11 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "lengths negative": ({"tree": one(quantized(lengths=[[-1, -8]]))}, "'w' has the lengths"),
     "lengths axis": ({"tree": one(quantized(lengths=[[-3, 8]]))}, "'w' has the lengths"),
     "lengths twice": ({"tree": one(quantized(lengths=[[-1, 8], [-1, 8]]))}, "'w' has the lengths"),
-    "lengths wrong": ({"tree": one(quantized(lengths=[[-1, 9]]))}, "'w' is not a valid Array8B: The parts .* of 9"),
-    "lengths large": ({"tree": one(quantized(lengths=[[-1, 10**4000]]))}, "'w' is not a valid Array8B: The parts"),
+    "lengths wrong": (
+        {"tree": one(quantized(lengths=[[-1, 9]]))},
+        "'w' is not a valid Array8B: The components .* of 9",
+    ),
+    "lengths large": ({"tree": one(quantized(lengths=[[-1, 10**4000]]))}, "'w' is not a valid Array8B: The components"),
     "rank": ({"tensors": TENSORS | {"w/scales": SCALES[:, 0]}}, "'w' is not a valid Array8B: .*same number of axes"),
     "scales": ({"tensors": TENSORS | {"w/scales": SCALES[:3]}}, "'w' is not a valid Array8B: .*no longer fit"),
     "kind of 1 bit": ({"tree": one(quantized("Array1B", kind="octal"))}, "'w' is not a valid Array1B: 'octal'"),

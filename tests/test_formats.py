@@ -221,10 +221,10 @@ def test_a_class_called_with_an_array_quantizes(any_layout: Layout) -> None:
     options = {"kind": q.kind} if isinstance(q, Array1B) else {}
     block = {} if layout.block_size is None else {"block_size": layout.block_size}
     assert_same_bits(type(q)(w, axis=layout.axis, **block, **options), q)
-    first, second = (getattr(q, name) for name in q.part_names)
+    first, second = (getattr(q, name) for name in q.component_names)
     again = type(q)(first, second, block_size=q.block_size, **options)
     assert_same_bits(again, q)
-    named = type(q)(**dict(zip(q.part_names, (first, second), strict=True)), block_size=q.block_size, **options)
+    named = type(q)(**dict(zip(q.component_names, (first, second), strict=True)), block_size=q.block_size, **options)
     assert_same_bits(named, q)
 
 
@@ -232,7 +232,7 @@ def test_views_read_in_the_order_of_the_array(layout: Layout) -> None:
     q = layout.quantize(jax.random.normal(jax.random.key(0), (64, 96)))
     assert q.axis == layout.axis
     assert q.T.axis == -3 - layout.axis
-    for name in q.part_names:
+    for name in q.component_names:
         np.testing.assert_array_equal(getattr(q.T, name), getattr(q, name).T)
 
 
@@ -249,7 +249,7 @@ def test_nothing_changes_its_operand(layout: Layout) -> None:
 def test_delete_frees_the_parts(layout: Layout) -> None:
     q = layout.quantize(jnp.ones((64, 96)))
     q.delete()
-    assert all(part.is_deleted() for part in jax.tree.leaves(q))
+    assert all(component.is_deleted() for component in jax.tree.leaves(q))
 
 
 def test_repr_tells_format_shape_dtype_and_bytes() -> None:
@@ -273,7 +273,7 @@ def test_repr_tells_format_shape_dtype_and_bytes() -> None:
 def test_parts_of_ternary_need_no_kind() -> None:
     q = Array1B.quantize(jax.random.normal(jax.random.key(0), (4, 8)))
     assert_same_bits(Array1B(q.weight, q.scale), q)
-    with pytest.raises(TypeError, match="takes one array to quantize, or its parts weight, scale, and got 3"):
+    with pytest.raises(TypeError, match="takes one array to quantize, or its components weight, scale, and got 3"):
         Array1B(q.weight, q.scale, "ternary")
 
 
@@ -395,16 +395,16 @@ def test_components_that_do_not_decide_the_block_size_ask_for_it(format: lowbit.
     w = jax.random.normal(jax.random.key(0), (8, columns))
     q = format.quantize(w, block_size=64)
     static = {"kind": q.kind} if isinstance(q, Array1B) else {}
-    parts = {name: getattr(q, name) for name in q.part_names} | static | {"shape": w.shape}
-    assert_same_bits(type(q)(**parts, block_size=64), q)
-    assert_same_bits(type(q)(**parts, axis=-1, block_size=64), q)
+    components = {name: getattr(q, name) for name in q.component_names} | static | {"shape": w.shape}
+    assert_same_bits(type(q)(**components, block_size=64), q)
+    assert_same_bits(type(q)(**components, axis=-1, block_size=64), q)
     for told in ({}, {"axis": -1}):
         if format.name == "nf4":  # of the powers of two, 64 alone gives two blocks
-            assert_same_bits(type(q)(**parts, **told), q)
+            assert_same_bits(type(q)(**components, **told), q)
             continue
         fits = rf"from {-(-columns // 2)} to {columns - 1}"
         with pytest.raises(ValueError, match=rf"2 scales for the {columns} elements of axis -1, .*{fits}.*block_size="):
-            type(q)(**parts, **told)
+            type(q)(**components, **told)
 
 
 def test_a_block_size_that_the_components_decide_need_not_be_given() -> None:

@@ -395,7 +395,7 @@ def test_adamw_on_the_whole_tree(format: str, kind: str) -> None:
     def train(params):
         state = optimizer.init(params)
         for _ in range(STEPS):
-            # optax adds an update to each part, so the frozen ones get zeros.
+            # optax adds an update to each component, so the frozen ones get zeros.
             updates, state = optimizer.update(join(gradient(params), zeros), state, params)
             params = optax.apply_updates(params, updates)
         return params

@@ -219,10 +219,15 @@ def test_on_eight_devices(interpreted) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x, q = normal(0, 8, 512), Layout("nf4", -2, 64).quantize(normal(1, 512, 128))
     want = reference.matmul(Product(x, q, -2, jnp.float32))
-    options = {"mesh": mesh, "in_specs": (P(None, "x"), q.part_specs(P("x"))), "out_specs": P(), "check_vma": False}
+    options = {
+        "mesh": mesh,
+        "in_specs": (P(None, "x"), q.component_specs(P("x"))),
+        "out_specs": P(),
+        "check_vma": False,
+    }
     summed = jax.shard_map(lambda x, q: jax.lax.psum(x @ q, "x"), **options)
     assert_rounded(jax.jit(summed)(x, q), want, jnp.float32)
-    columns = jax.device_put(q, jax.tree.map(partial(NamedSharding, mesh), q.part_specs(P(None, "x"))))
+    columns = jax.device_put(q, jax.tree.map(partial(NamedSharding, mesh), q.component_specs(P(None, "x"))))
     y = jax.jit(lambda x, q: x @ q)(x, columns)
     assert y.sharding.spec == P(None, "x")
     assert_rounded(y, want, jnp.float32)

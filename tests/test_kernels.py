@@ -81,7 +81,7 @@ def test_all_transformations_around_a_kernel_that_partitions_itself(kernel, bloc
     assert set(kernel) == {-1, -2}
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-    shardings = jax.tree.map(partial(NamedSharding, mesh), q.part_specs(P(None, "x")))
+    shardings = jax.tree.map(partial(NamedSharding, mesh), q.component_specs(P(None, "x")))
     columns = jax.device_put(q, shardings)
     program = jax.jit(lambda x, q: x @ q)
     assert "all-gather" not in program.lower(x, columns).compile().as_text()

@@ -38,7 +38,7 @@ def adapted_weights(layout: Layout) -> dict[str, LoraArray]:
     return adapted(weights(layout))
 
 
-# Where an adapter has a rule, or its parts cross the border of a program. Each format has its turn.
+# Where an adapter has a rule, or its components cross the border of a program. Each format has its turn.
 FEATURES = """
     matmul_left matmul_right einsum_weight_first einsum_heads einsum_batched einsum_batch_in_the_middle
     tensordot_two_axes preferred_element_type tied_head embedding_out_of_bounds columns_by_index slices dynamic_slices
@@ -187,7 +187,7 @@ def test_only_the_adapters_have_gradients_and_no_base_is_built() -> None:
 def test_slicing_layers_and_rows_outside_implicit() -> None:
     x, p = activations(), adapted_weights(layouts()[0])
     square = p["square"]
-    got = jax.vmap(lambda w: x @ w)(p["stack"])  # JAX takes the layers of every part
+    got = jax.vmap(lambda w: x @ w)(p["stack"])  # JAX takes the layers of every component
     assert_close(got, x @ p["stack"].materialize())
     rows = implicit(lambda w: lax.scan(lambda c, row: (c, row * 2), 0.0, w)[1])
     with lowbit.materialization("allow"):
@@ -312,7 +312,7 @@ def test_adapters_are_sharded_like_the_base() -> None:
     x = jax.random.normal(KEY, (experts, 8, k))
     for spec in (P("e", None, "x"), P("e", "x", None)):
         w = adapted({"w": q.with_sharding(NamedSharding(mesh, spec))})["w"]
-        a, b = w.part_specs(spec).a, w.part_specs(spec).b
+        a, b = w.component_specs(spec).a, w.component_specs(spec).b
         assert (a, b) == (P("e", spec[1], None), P("e", None, spec[2]))
         assert w.a.sharding == NamedSharding(mesh, a)
         want = jnp.einsum("ebk,ekn->ebn", x, w.materialize())

@@ -144,7 +144,7 @@ def test_other_names_of_jax_arrays_say_what_to_do() -> None:
 
 def test_a_property_that_raises_is_not_taken_for_a_missing_one() -> None:
     q = lowbit.quantize(jnp.ones((64, 96)))
-    nothing = jax.tree.map(lambda part: None, q)
+    nothing = jax.tree.map(lambda component: None, q)
     with pytest.raises(AttributeError, match="'shape'") as error:
         _ = nothing.shape
     assert "components" not in str(error.value)

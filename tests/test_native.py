@@ -212,7 +212,7 @@ def test_wrong_operands_get_an_error(target):
     name = target("lowbit_matmul")
 
     def call(shape=(1, 2, 33), dtype=jnp.float32, **changes):
-        operands = [changes.pop(part, value) for part, value in good.items()]
+        operands = [changes.pop(component, value) for component, value in good.items()]
         attributes = stored.attributes | {"contract": np.int64(0), "fast": False} | changes
         return jax.jit(lambda *a: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, dtype))(*a, **attributes))(
             *operands
@@ -257,11 +257,11 @@ def in_int8(x, block):
     """x in float64, each block of each row rounded to 127 steps up and down."""
     rounded = np.zeros(x.shape)
     for begin in range(0, x.shape[-1], block):
-        part = x[..., begin : begin + block]
-        top = np.abs(part).max(-1, keepdims=True)
+        component = x[..., begin : begin + block]
+        top = np.abs(component).max(-1, keepdims=True)
         factor = np.where(top > 0, np.float32(127) / np.where(top > 0, top, 1), 0).astype(np.float32)
         step = np.where(top > 0, top / np.float32(127), 0).astype(np.float64)
-        rounded[..., begin : begin + block] = np.rint(part * factor) * step
+        rounded[..., begin : begin + block] = np.rint(component * factor) * step
     return rounded
 
 
@@ -416,11 +416,14 @@ def test_encode_gives_the_bits_of_the_format(target):
         x[-1, 5, 9], x[-1, 6, 10], x[0, 40, 70] = np.nan, np.inf, -np.inf
         for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
             a = jnp.asarray(x).astype(dtype)
-            parts = nf4._encode(a, spans, False)
-            for format, want in [("nf4", (parts["codes"], parts["scales"])), ("int8", int8._encode(a, spans))]:
-                for part, whole in zip(encode(target, a, format, *spans), want, strict=True):
+            components = nf4._encode(a, spans, False)
+            for format, want in [
+                ("nf4", (components["codes"], components["scales"])),
+                ("int8", int8._encode(a, spans)),
+            ]:
+                for component, whole in zip(encode(target, a, format, *spans), want, strict=True):
                     np.testing.assert_array_equal(
-                        np.asarray(part).view(np.uint8),
+                        np.asarray(component).view(np.uint8),
                         np.asarray(whole).view(np.uint8),
                         f"{format} {shape} {spans} {dtype}",
                     )

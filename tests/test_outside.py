@@ -143,11 +143,11 @@ def test_vmap_and_scan_over_a_stack_see_true_shapes(layout: Layout, x: jax.Array
 
 def test_tree_map_takes_the_first_layer(layout: Layout) -> None:
     stack = weights(layout)["stack"]
-    first = jax.tree.map(lambda part: part[0], stack)
+    first = jax.tree.map(lambda component: component[0], stack)
     assert first.shape == (K, K)
     assert_same_bits(first, stack[0])
     assert_close(first.materialize(), stack.materialize()[0], 0)
-    assert_same_bits(jax.tree.map(lambda *parts: jnp.stack(parts), *stack), stack)
+    assert_same_bits(jax.tree.map(lambda *components: jnp.stack(components), *stack), stack)
 
 
 def test_iteration_ends(layout: Layout) -> None:
@@ -196,13 +196,13 @@ def test_eval_shape_make_jaxpr_and_export(layout: Layout, x: jax.Array) -> None:
     y, transposed = jax.eval_shape(f, x, q)
     assert (y.shape, y.dtype, transposed.shape) == ((ROWS, N), x.dtype, (N, K))
     assert "lowbit_matmul" in str(jax.make_jaxpr(f)(x, q))
-    parts, tree = jax.tree.flatten((x, q))
-    program = jax.jit(lambda *parts: f(*jax.tree.unflatten(tree, parts))[0])
+    components, tree = jax.tree.flatten((x, q))
+    program = jax.jit(lambda *components: f(*jax.tree.unflatten(tree, components))[0])
     with lowbit.use_kernel(False):
-        exported = [export.export(program)(*parts)]
-    exported.append(export.export(program, disabled_checks=lowbit.export_checks())(*parts))
+        exported = [export.export(program)(*components)]
+    exported.append(export.export(program, disabled_checks=lowbit.export_checks())(*components))
     for file in exported:
-        assert_close(export.deserialize(file.serialize()).call(*parts), x @ q.materialize())
+        assert_close(export.deserialize(file.serialize()).call(*components), x @ q.materialize())
 
 
 def test_donation(x: jax.Array) -> None:

@@ -28,7 +28,7 @@ OPTIMIZER = optax.adamw(1e-2, weight_decay=0.1)
 def factors(tree: Any) -> list[jax.Array]:
     """The adapters of a model, as the optimizer sees them."""
     found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LoraArray))
-    return [part for w in found if isinstance(w, LoraArray) for part in (w.a, w.b)]
+    return [component for w in found if isinstance(w, LoraArray) for component in (w.a, w.b)]
 
 
 def on_dense_base(tree: Any) -> Any:

@@ -21,7 +21,7 @@ from lowbit import ImplicitArray, aux_field, implicit, materialization, register
 
 @dataclasses.dataclass
 class LowRank(ImplicitArray):
-    """a @ b, with parts that are trained."""
+    """a @ b, with components that are trained."""
 
     a: jax.Array
     b: jax.Array
@@ -88,7 +88,7 @@ def test_a_subclass_may_store_its_shape() -> None:
 
 def test_repr_has_no_numbers(low_rank: LowRank) -> None:
     assert repr(low_rank) == "LowRank(shape=(6, 5), dtype=float32, 88 bytes\n  a float32[6,2], b float32[2,5])"
-    # JAX prints trees with anything in the place of the parts.
+    # JAX prints trees with anything in the place of the components.
     assert "LowRank" in repr(jax.tree.map(lambda _: None, low_rank))
     assert "LowRank" in repr(jax.tree.structure(low_rank))
 
@@ -124,7 +124,7 @@ def test_gradients_reach_the_parts_through_custom_rules(low_rank: LowRank) -> No
     plain = jax.grad(lambda w: (x @ (w.a @ w.b)).sum())(low_rank)
     for fn, scale in ((lambda w: linear(x, w).sum(), 2), (lambda w: (x @ sine(w)).sum(), 3)):
         got = jax.grad(implicit(fn))(low_rank)
-        want = jax.tree.map(lambda part, scale=scale: scale * part, plain)
+        want = jax.tree.map(lambda component, scale=scale: scale * component, plain)
         np.testing.assert_allclose(got.a, want.a, rtol=1e-5)
         np.testing.assert_allclose(got.b, want.b, rtol=1e-5)
 
@@ -138,7 +138,7 @@ def test_captures_inside_grad_and_vmap_inside_implicit(low_rank: LowRank) -> Non
 
     want = jax.grad(lambda a: (x @ a @ low_rank.b).sum())(low_rank.a)
     np.testing.assert_allclose(implicit(through_closure)(jnp.ones(())), want, rtol=1e-6)
-    stack = jax.tree.map(lambda part: jnp.stack([part, 2 * part]), low_rank)
+    stack = jax.tree.map(lambda component: jnp.stack([component, 2 * component]), low_rank)
     got = implicit(lambda x: jax.vmap(lambda w: jnp.dot(x, w))(stack))(x)
     np.testing.assert_allclose(got, jnp.einsum("bk,ekr,ern->ebn", x, stack.a, stack.b), rtol=1e-6)
 

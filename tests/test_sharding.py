@@ -135,8 +135,8 @@ def test_shardings_of_a_tree(layout: Layout) -> None:
 
     # A sharding for a subtree, types in the place of arrays, and both ends of jit.
     types = jax.eval_shape(lambda: params["mlp"][:1])
-    parts = lowbit.shardings(types, columns)
-    (w,) = jax.jit(lambda ws: ws, in_shardings=(parts,), out_shardings=parts)(params["mlp"][:1])
+    components = lowbit.shardings(types, columns)
+    (w,) = jax.jit(lambda ws: ws, in_shardings=(components,), out_shardings=components)(params["mlp"][:1])
     assert w.sharding == columns
     assert_same_bits(w, params["mlp"][0])
 
@@ -152,10 +152,10 @@ def test_shardings_name_what_is_wrong() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     params = {"layers": {"o": lowbit.quantize(jnp.ones((64, 576)))}, "norm": jnp.ones(36)}
     everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
-    wrong = r"^layers/o: Axis -1 of length 576 cannot be cut over the 8 devices .* 64 elements. 3 devices would do.$"
+    wrong = r"^layers/o: Axis -1 of length 576 cannot be sharded over the 8 devices .* 3 devices would do.$"
     with pytest.raises(ValueError, match=wrong):
         lowbit.shardings(params, {"layers": NamedSharding(mesh, P(None, "x")), "norm": everywhere})
-    with pytest.raises(ValueError, match=r"^norm: Axis -1 of length 36 .* 8 devices .* as the others. 6 devices"):
+    with pytest.raises(ValueError, match=r"^norm: Axis -1 of length 36 .* 8 devices .* as many elements. 6 devices"):
         lowbit.shardings(params, {"layers": everywhere, "norm": cut})
     with pytest.raises(ValueError, match=r"^norm: .*'x'.* has 2 entries, and the array of shape \(36,\) has 1 axes"):
         lowbit.shardings(params, {"layers": everywhere, "norm": NamedSharding(mesh, P(None, "x"))})
@@ -212,7 +212,7 @@ def test_shard_map_outside_and_inside(layout: Layout, mesh, spec: P, check_vma: 
         return lax.psum(y, "x") if spec[0] else y
 
     options = {"mesh": mesh, "out_specs": out_spec, "check_vma": check_vma}
-    outside = jax.shard_map(shard, in_specs=(x_spec, q.part_specs(spec)), **options)
+    outside = jax.shard_map(shard, in_specs=(x_spec, q.component_specs(spec)), **options)
     inside = implicit(jax.shard_map(shard, in_specs=(x_spec, spec), **options))
     want = jnp.sin(x) @ q.materialize()
     gradient = jax.grad(lambda x: (jnp.sin(x) @ q.materialize()).sum())(x)
@@ -246,8 +246,8 @@ def test_pvary_acts_on_the_parts(layout: Layout, mesh) -> None:
 def test_in_and_out_shardings(layout: Layout, mesh) -> None:
     x, q = activations(), weight(layout)
     columns = NamedSharding(mesh, P(None, "x"))
-    parts = jax.tree.map(partial(NamedSharding, mesh), q.part_specs(P(None, "x")))
-    f = jax.jit(implicit(lambda x, w: (x @ w, w)), in_shardings=(None, parts), out_shardings=(columns, parts))
+    components = jax.tree.map(partial(NamedSharding, mesh), q.component_specs(P(None, "x")))
+    f = jax.jit(implicit(lambda x, w: (x @ w, w)), in_shardings=(None, components), out_shardings=(columns, components))
     y, back = f(x, q)
     assert y.sharding == columns and back.codes.sharding == columns
     assert_close(y, x @ q.materialize())
@@ -456,10 +456,12 @@ def test_quantizing_with_explicit_axes(layout: Layout) -> None:
 def test_cut_parts_are_noticed(any_layout: Layout) -> None:
     q = any_layout.quantize(jnp.ones((136, 144)))
     axis = any_layout.axis
-    # Half of the blocked axis of every part, as a bare PartitionSpec would cut it.
-    halves = q.map_parts(lambda part, _: jax.lax.slice_in_dim(part, 0, -(-part.shape[axis] // 2), axis=axis))
+    # Half of the blocked axis of every component, as a bare PartitionSpec would cut it.
+    halves = q.map_components(
+        lambda component, _: jax.lax.slice_in_dim(component, 0, -(-component.shape[axis] // 2), axis=axis)
+    )
     if q.block_size is None:
-        assert halves.shape[axis] == q.shape[axis] // 2  # every part has the axis in full or not at all
+        assert halves.shape[axis] == q.shape[axis] // 2  # every component has the axis in full or not at all
     else:
         with pytest.raises(ValueError, match=rf"no longer fit each other on axis {axis}: they have "):
             _ = halves.shape
@@ -469,7 +471,7 @@ def test_cut_parts_are_noticed(any_layout: Layout) -> None:
 
 def test_rows_of_a_transposed_matrix_are_taken_inside_of_implicit() -> None:
     q = lowbit.Array8B(jax.random.normal(jax.random.key(0), (64, 96)))
-    with pytest.raises(ValueError, match="stored transposed, and its parts have lost an axis"):
+    with pytest.raises(ValueError, match="stored transposed, and its components have lost an axis"):
         jax.vmap(lambda row: row @ jnp.ones(64))(q.T)
     got = implicit(lambda q: jax.vmap(lambda row: row @ jnp.ones(64))(q))(q.T)
     assert_close(got, q.T.materialize() @ jnp.ones(64))

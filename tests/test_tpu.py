@@ -103,7 +103,7 @@ def test_fast_by_blocks(format: str) -> None:
 def test_each_device_runs_its_shard_in_shard_map() -> None:
     x, w = product(Layout("nf4", -2, 64), -2, 4, 128, 8 * 256, jnp.float32)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    specs = (P(), w.part_specs(P(None, "x"), mesh))
+    specs = (P(), w.component_specs(P(None, "x"), mesh))
     fn = partial(run, contract=-2)
     y = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=False)(x, w)
     assert_close(y, reference.matmul(Product(x, w, -2, jnp.float32)))

@@ -263,10 +263,10 @@ def test_the_report_has_sizes_errors_and_totals() -> None:
     row = report["embed/embedding"]
     w = model()["embed"]["embedding"]
     q = params["embed"]["embedding"]
-    assert (row.before, row.after) == (w.nbytes, sum(part.nbytes for part in jax.tree.leaves(q)))
+    assert (row.before, row.after) == (w.nbytes, sum(component.nbytes for component in jax.tree.leaves(q)))
     assert row.error == pytest.approx(float(jnp.linalg.norm(q.materialize() - w) / jnp.linalg.norm(w)), rel=1e-5)
     assert report.before == sum(np.asarray(x).nbytes for x in jax.tree.leaves(model()))
-    assert report.after == sum(part.nbytes for part in jax.tree.leaves(params))
+    assert report.after == sum(component.nbytes for component in jax.tree.leaves(params))
     text = str(report).splitlines()
     assert text[0].split() == ["path", "shape", "format", "axis", "bits", "MB", "error", "why"]
     assert len(text) == 1 + len(report) + 1

@@ -99,7 +99,7 @@ def test_four_chips(chip: str, spec: Any) -> None:
     x = shaped(explicit, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), P(None, spec[0]))
     typed = partial(jnp.einsum, "mk,kn->mn", out_sharding=P(None, spec[1]))
     with jax.set_mesh(explicit):
-        text = compiled(typed, x, shaped(explicit, w, w.part_specs(spec, explicit)))
+        text = compiled(typed, x, shaped(explicit, w, w.component_specs(spec, explicit)))
     assert_in_the_kernel(text, 4096, 4096)
     assert set(re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)) == (
         {"all-reduce"} if summed else set()
@@ -110,12 +110,12 @@ def test_four_chips(chip: str, spec: Any) -> None:
     mapped = jax.shard_map(
         lambda x, w: add(x @ w),
         mesh=auto,
-        in_specs=(P(None, spec[0]), w.part_specs(spec, auto)),
+        in_specs=(P(None, spec[0]), w.component_specs(spec, auto)),
         out_specs=P(None, spec[1]),
         check_vma=False,
     )
     x = shaped(auto, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), P(None, spec[0]))
-    text = jax.jit(mapped).lower(x, shaped(auto, w, w.part_specs(spec, auto))).compile().as_text()
+    text = jax.jit(mapped).lower(x, shaped(auto, w, w.component_specs(spec, auto))).compile().as_text()
     assert_in_the_kernel(text, 4096, 4096)
 
 
@@ -124,7 +124,7 @@ def test_automatic_axes_over_several_chips_decode_with_a_warning() -> None:
     w = weight("int8", (512, 1024), -2)
     x = shaped(mesh, jax.ShapeDtypeStruct((16, 512), jnp.bfloat16))
     with pytest.warns(RuntimeWarning, match=r"4 TPU v5 lite with automatic axes.* explicit axes or shard_map"):
-        text = compiled(multiply, x, shaped(mesh, w, w.part_specs(spec, mesh)))
+        text = compiled(multiply, x, shaped(mesh, w, w.component_specs(spec, mesh)))
     assert "lowbit_matmul" not in text and "all-gather" not in text
 
 

@@ -3,7 +3,7 @@
     python tests/golden/make_version1.py
 
 Made once, with lowbit 0.1.0, and not to be made again: what was written must be read by every later version. The
-parts of its arrays are given here and not quantized, so that `contents()` says what the file holds whatever else
+components of its arrays are given here and not quantized, so that `contents()` says what the file holds whatever else
 changes.
 """
 

@@ -119,11 +119,11 @@ class LoraArray(ImplicitArray):
     def plain(self) -> Self:
         return self.replace(base=self.base.plain()) if is_implicit(self.base) else self
 
-    def part_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
+    def component_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         before, both = entries[: self.layers + self.inputs], entries[: self.layers]
         return self.replace(
-            base=self.base.part_specs(spec, mesh) if is_implicit(self.base) else spec,
+            base=self.base.component_specs(spec, mesh) if is_implicit(self.base) else spec,
             a=PartitionSpec(*before, None),
             b=PartitionSpec(*both, None, *entries[len(before) :]),
         )

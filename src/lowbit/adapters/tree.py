@@ -159,7 +159,7 @@ def _adapted(path: str, base: Any, rank: int, scale: float, key: jax.Array, dtyp
     adapted = LoraArray(base, a.astype(dtype), b, scale, inputs)
     sharding = None if isinstance(a, Tracer) else getattr(base, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        where = adapted.part_shardings(sharding)
+        where = adapted.component_shardings(sharding)
         return adapted.replace(a=jax.device_put(a, where.a), b=jax.device_put(b, where.b))
     return adapted
 

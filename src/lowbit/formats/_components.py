@@ -22,7 +22,7 @@ def check_dtypes(array: Any) -> None:
     JAX unflattens with objects of its own in the place of components: what has no dtype passes, and so do the tangents
     of integers.
     """
-    for name, wanted in array.part_dtypes().items():
+    for name, wanted in array.component_dtypes().items():
         dtype = getattr(getattr(array, name), "dtype", None)
         if dtype is not None and dtype not in wanted and dtype != jax.dtypes.float0:
             kind, names = type(array).__name__, " or ".join(d.name for d in wanted)
@@ -64,7 +64,7 @@ def _fields(stored: np.ndarray, per_byte: int) -> list[np.ndarray]:
     return [(stored >> np.uint8(8 - bits * (i + 1))) & np.uint8(2**bits - 1) for i in range(per_byte)]
 
 
-def component_spans(
+def spans_of_scales(
     cls: Any,
     shape: Sequence[int],
     scales: Sequence[int],

@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding
 from lowbit.runtime import aux_field
 
 from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unpack
-from ._components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes, component_spans
-from ._sharding import ShardedArray, check_pieces
+from ._components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes, spans_of_scales
+from ._sharding import ShardedArray, check_shards
 from ._table import Format, format_of
 
-# A format's parts are final as dataclass fields and given by their documented names, so `__init__` is written once.
+# Components are frozen fields that are passed by their documented names, so one `__init__` serves every format.
 stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 
 
@@ -31,14 +31,14 @@ stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class QuantizedArray(ShardedArray):
     """An array stored as codes and scales: `level(code) * scale`, in float32, read as `dtype`.
 
-    - Every part has the rank and the axis order of the array, with a span for each axis (see `_blocks`).
-    - Codes are packed along the last stored axis, `packing[part]` of them in each stored element.
+    - Every component has the rank and the axis order of the array, with a span for each axis (see `_blocks`).
+    - Codes are packed along the last stored axis, `packing[component]` of them in each stored element.
     - `transposed`: the last two axes are stored swapped.
     - `index`: the array is these layers of the first stored axis: `shape == index.shape + (shape of a layer)`.
       Only inside of `implicit`; what leaves it has its layers taken out.
     - `spans` and `lengths` speak of stored axes, counted from the end, so that a leading axis may come and go.
-    - `lengths`: of the axes whose last byte or block is not full, for which the parts alone do not tell.
-    - The parts are constants: gradients stop at them.
+    - `lengths`: of the axes whose last byte or block is not full, for which the components alone do not tell.
+    - The components are constants: gradients stop at them.
     - `use_kernel`, `compute`: how its products run, unless the settings of these names say otherwise.
     """
 
@@ -52,10 +52,10 @@ class QuantizedArray(ShardedArray):
     use_kernel: bool = aux_field()
     compute: str = aux_field()
 
-    # The documented names of the parts, in the order of the constructor.
-    part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
-    # Parts from which `scale_values` decodes, if they are there. They have the axes of the array before the last two.
-    scale_parts: ClassVar[tuple[str, ...]] = ()
+    # The documented names of the components, in the order of the constructor.
+    component_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
+    # Optional components from which `scale_values` decodes; their leading axes are those of the array.
+    scale_components: ClassVar[tuple[str, ...]] = ()
     # The dtypes that the codes may have.
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = CODE_DTYPES
     # Multiplier that maps levels to int8, rounded unless it is 1; None if they do not fit.
@@ -74,11 +74,11 @@ class QuantizedArray(ShardedArray):
 
     @property
     def packing(self) -> dict[str, int]:
-        """How many codes one stored element of each code part holds along the last stored axis."""
+        """How many codes one stored element of each code component holds along the last stored axis."""
         return {"codes": 1}
 
     def levels(self, *codes: jax.Array) -> jax.Array:
-        """The float32 values of codes before scaling, element by element; one array of codes for each code part.
+        """The float32 values of codes before scaling, element by element; one array of codes for each code component.
 
         Law: `materialize() == levels(...) * scale`. It must be plain jnp on codes of any shape and integer type, since
         kernels call it on their tiles; of `self` it may use static fields only.
@@ -94,12 +94,12 @@ class QuantizedArray(ShardedArray):
         """The scales as float32, however they are stored: bfloat16 and float16 in an array that was cast."""
         return self.scales if self.scales.dtype == jnp.float32 else self.scales.astype(jnp.float32)
 
-    def part_dtypes(self) -> dict[str, tuple[np.dtype, ...]]:
+    def component_dtypes(self) -> dict[str, tuple[np.dtype, ...]]:
         """The dtypes that each component may have. `shape` and all that needs it raise where one has another."""
-        coded = any(getattr(self, name) is not None for name in self.scale_parts)
+        coded = any(getattr(self, name) is not None for name in self.scale_components)
         scales = (np.dtype(np.uint8),) if coded else SCALE_DTYPES
         codes = dict.fromkeys(self.packing, self.code_dtypes)
-        return codes | {"scales": scales} | dict.fromkeys(self.scale_parts, SCALE_DTYPES)
+        return codes | {"scales": scales} | dict.fromkeys(self.scale_components, SCALE_DTYPES)
 
     @property
     def code_range(self) -> tuple[int, int] | None:
@@ -120,27 +120,27 @@ class QuantizedArray(ShardedArray):
 
     def plain(self) -> Self:
         """The same array with its scales stored as they are, ready to be moved about. Not a value changes."""
-        if all(getattr(self, name) is None for name in self.scale_parts):
+        if all(getattr(self, name) is None for name in self.scale_components):
             return self
-        return self.replace(scales=self.scale_values(), **dict.fromkeys(self.scale_parts))
+        return self.replace(scales=self.scale_values(), **dict.fromkeys(self.scale_components))
 
     def with_coded_scales(self) -> Self:
-        """The same array with its scales stored in `scale_parts`, where a format has them. Reads the scales alone."""
+        """The same array with its scales encoded into `scale_components`. Reads the scales alone."""
         raise NotImplementedError
 
     # --- making one
 
-    def __init__(self, *parts: Any, **given: Any):
-        names = list(self.part_names)
-        if len(parts) > len(names):
+    def __init__(self, *components: Any, **given: Any):
+        names = list(self.component_names)
+        if len(components) > len(names):
             raise TypeError(
-                f"{type(self).__name__} takes one array to quantize, or its parts {', '.join(names)}, "
-                f"and got {len(parts)} positional arguments."
+                f"{type(self).__name__} takes one array to quantize, or its components {', '.join(names)}, "
+                f"and got {len(components)} positional arguments."
             )
-        if len(parts) == 1 and not any(name in given for name in names):
-            array = type(self).quantize(parts[0], **given)
+        if len(components) == 1 and not any(name in given for name in names):
+            array = type(self).quantize(components[0], **given)
         else:
-            array = self.from_parts(**dict(zip(names, parts, strict=False)), **given)
+            array = self.from_components(**dict(zip(names, components, strict=False)), **given)
         self.__dict__.update(array.__dict__)
 
     @classmethod
@@ -152,13 +152,13 @@ class QuantizedArray(ShardedArray):
         new = new.reshaped(shape, spans)
         where = None if isinstance(new.codes, Tracer) else getattr(new.codes, "sharding", None)
         if isinstance(where, NamedSharding) and not where.is_fully_replicated:
-            check_pieces(new.stored_shape, where.spec, where.mesh, new._elements)
+            check_shards(new.stored_shape, where.spec, where.mesh, new._elements)
         return new
 
     def reshaped(self, shape: Sequence[int], spans: Sequence[int], **changes: Any) -> Self:
-        """The array with other parts, of another stored shape."""
+        """The array with other components, of another stored shape."""
         new = self.replace(spans=trimmed(spans), **changes)
-        covers = new.part_spans().values()
+        covers = new.component_spans().values()
         lengths = (
             (axis, shape[axis])
             for axis in range(-len(shape), 0)
@@ -167,14 +167,14 @@ class QuantizedArray(ShardedArray):
         return new.replace(lengths=tuple(lengths))
 
     @classmethod
-    def from_parts(
+    def from_components(
         cls,
         *,
         shape: Sequence[int] | None = None,
         dtype: Any = np.float32,
         axis: Any = None,
         block_size: int | None = None,
-        **parts: Any,
+        **components: Any,
     ) -> Self:
         """Build an array from its components by their documented names.
 
@@ -182,24 +182,24 @@ class QuantizedArray(ShardedArray):
         scales, for instance if the last block may be short. Raises a `ValueError` if the block size is ambiguous.
         """
         own = {n for c, b in zip(cls._fields(), QuantizedArray._fields(), strict=True) for n in c if n not in b}
-        missing = [name for name in cls.part_names if name not in parts]
-        unknown = [name for name in parts if name not in {*cls.part_names, *own}]
+        missing = [name for name in cls.component_names if name not in components]
+        unknown = [name for name in components if name not in {*cls.component_names, *own}]
         if missing or unknown:
             raise TypeError(
-                f"{cls.__name__} is made of {', '.join((*cls.part_names, *sorted(own)))}: "
+                f"{cls.__name__} is made of {', '.join((*cls.component_names, *sorted(own)))}: "
                 f"missing {missing or 'none'}, not known {unknown or 'none'}."
             )
         defaults = {name: getattr(cls, name) for name in own if hasattr(cls, name)}
-        parts = {**dict.fromkeys(cls.scale_parts), **defaults, **parts}
-        fields = {field: jnp.asarray(parts.pop(name)) for name, field in cls.part_names.items()}
+        components = {**dict.fromkeys(cls.scale_components), **defaults, **components}
+        fields = {field: jnp.asarray(components.pop(name)) for name, field in cls.component_names.items()}
         codes, scales = fields["codes"], fields["scales"]
-        new = cls.build(shape=(), dtype=dtype, spans=(), **fields, **parts)
+        new = cls.build(shape=(), dtype=dtype, spans=(), **fields, **components)
         spare = new.packing["codes"] - 1 if shape is None else 0  # unused codes that the last byte may hold
         if shape is None:
             shape = (*codes.shape[:-1], codes.shape[-1] * new.packing["codes"])
-        spans = component_spans(cls, shape, scales.shape, axis, block_size, spare)
+        spans = spans_of_scales(cls, shape, scales.shape, axis, block_size, spare)
         new = new.reshaped(shape, spans)
-        _ = new.shape  # raises if the parts do not fit each other
+        _ = new.shape  # raises if the components do not fit each other
         check_codes(new)
         return new
 
@@ -213,41 +213,41 @@ class QuantizedArray(ShardedArray):
 
     # --- what it is
 
-    def part_spans(self) -> dict[str, tuple[int, ...]]:
-        """The spans of every part that is there."""
+    def component_spans(self) -> dict[str, tuple[int, ...]]:
+        """The spans of every component that is there."""
         return {**{name: (n,) if n > 1 else () for name, n in self.packing.items()}, "scales": self.spans}
 
-    def parts(self) -> dict[str, Any]:
-        names = (*self.part_spans(), *self.scale_parts)
-        return {name: part for name in names if (part := getattr(self, name)) is not None}
+    def components(self) -> dict[str, Any]:
+        names = (*self.component_spans(), *self.scale_components)
+        return {name: component for name in names if (component := getattr(self, name)) is not None}
 
     @functools.cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape as stored: the stack that `index` chooses from, the last two axes in their stored order."""
         check_dtypes(self)
-        spans, lengths = self.part_spans(), dict(self.lengths)
-        parts = {name: getattr(self, name) for name in spans}
-        ranks = {name: len(part.shape) for name, part in parts.items()}
+        spans, lengths = self.component_spans(), dict(self.lengths)
+        components = {name: getattr(self, name) for name in spans}
+        ranks = {name: len(component.shape) for name, component in components.items()}
         if len(set(ranks.values())) > 1:
             raise ValueError(
-                f"The parts of this {type(self).__name__} no longer have the same number of axes: {ranks}. "
-                "Slice, map and shard the array itself, not its parts."
+                f"The components of this {type(self).__name__} no longer have the same number of axes: {ranks}. "
+                "Slice, map and shard the array itself, not its components."
             )
         shape = []
         for axis in range(-ranks["codes"], 0):
-            stored = {name: part.shape[axis] for name, part in parts.items()}
-            covers = {name: span_of(spans[name], axis) for name in parts}
-            known = {stored[name] * covers[name] for name in parts if covers[name] != WHOLE}
+            stored = {name: component.shape[axis] for name, component in components.items()}
+            covers = {name: span_of(spans[name], axis) for name in components}
+            known = {stored[name] * covers[name] for name in components if covers[name] != WHOLE}
             length = lengths.get(axis, min(known, default=1))
-            # A part may cover more than there is only in a last block or byte, of whose length `lengths` knows.
-            if any(stored[name] != stored_length(length, covers[name]) for name in parts) or (
+            # A component may cover more than there is only in a last block or byte, of whose length `lengths` knows.
+            if any(stored[name] != stored_length(length, covers[name]) for name in components) or (
                 axis not in lengths and len(known) > 1
             ):
                 raise ValueError(
-                    f"The parts of this {type(self).__name__} no longer fit each other on axis {axis}: they have "
+                    f"The components of this {type(self).__name__} no longer fit each other on axis {axis}: they have "
                     f"{stored} elements there, covering {covers} array elements each"
                     + (f" of {lengths[axis]}. " if axis in lengths else ". ")
-                    + "Slice, map and shard the array itself, not its parts."
+                    + "Slice, map and shard the array itself, not its components."
                 )
             shape.append(length)
         return tuple(shape)
@@ -259,7 +259,7 @@ class QuantizedArray(ShardedArray):
             shape = (*self.index.shape, *shape[1:])
         if self.transposed and len(shape) < 2:
             raise ValueError(
-                f"This {type(self).__name__} is stored transposed, and its parts have lost an axis: outside of "
+                f"This {type(self).__name__} is stored transposed, and its components have lost an axis: outside of "
                 "`implicit`, vmap, scan and slices see the stored order. Take them inside of it."
             )
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
@@ -285,9 +285,9 @@ class QuantizedArray(ShardedArray):
         """An axis of the array as a stored one, or back."""
         return -3 - axis if self.transposed and axis in (-1, -2) else axis
 
-    def logical_view(self, part: jax.Array) -> jax.Array:
-        """A part in the axis order of the array."""
-        return jnp.matrix_transpose(part) if self.transposed else part
+    def logical_view(self, component: jax.Array) -> jax.Array:
+        """A component in the axis order of the array."""
+        return jnp.matrix_transpose(component) if self.transposed else component
 
     @property
     def weight(self) -> jax.Array:
@@ -299,7 +299,7 @@ class QuantizedArray(ShardedArray):
         """The scales in the axis order of the array."""
         return self.logical_view(self.resolved().scales)
 
-    # The flag alone: even a compiled identity would copy the parts.
+    # The flag alone: even a compiled identity would copy the components.
 
     @property
     def mT(self) -> Self:
@@ -320,10 +320,10 @@ class QuantizedArray(ShardedArray):
         values = array.unpacked_levels(*(getattr(array, name) for name in array.packing), length=shape[-1])
         return values * spread(lax.stop_gradient(array.scale_values()), array.spans, shape)
 
-    def unpacked_levels(self, *code_parts: jax.Array, length: int) -> jax.Array:
+    def unpacked_levels(self, *code_components: jax.Array, length: int) -> jax.Array:
         """`levels` of codes as they are packed along the last axis, of which there are `length`."""
-        codes = (unpack(part, n) for part, n in zip(code_parts, self.packing.values(), strict=True))
-        return self.levels(*(axis_slice(part, -1, 0, length) for part in codes))
+        codes = (unpack(component, n) for component, n in zip(code_components, self.packing.values(), strict=True))
+        return self.levels(*(axis_slice(component, -1, 0, length) for component in codes))
 
     def materialize(self) -> jax.Array:
         return _materialize(self)
@@ -337,17 +337,19 @@ class QuantizedArray(ShardedArray):
         if index is None:
             return self
 
-        def layers(part: jax.Array, _: Any) -> jax.Array:
+        def layers(component: jax.Array, _: Any) -> jax.Array:
             if index.ndim == 0:
-                return lax.dynamic_index_in_dim(part, index, 0, keepdims=False)
-            return jnp.take(part, index, axis=0, mode="clip")
+                return lax.dynamic_index_in_dim(component, index, 0, keepdims=False)
+            return jnp.take(component, index, axis=0, mode="clip")
 
-        return self.map_parts(layers, index=None)
+        return self.map_components(layers, index=None)
 
-    def map_parts(self, fn: Callable[[Any, tuple[int, ...]], Any], **changes: Any) -> Self:
-        """The same array with `fn(part, its spans)` in the place of each part."""
-        spans = self.part_spans() | dict.fromkeys(self.scale_parts, (WHOLE, WHOLE))
-        return self.replace(**{name: fn(part, spans[name]) for name, part in self.parts().items()}, **changes)
+    def map_components(self, fn: Callable[[Any, tuple[int, ...]], Any], **changes: Any) -> Self:
+        """The same array with `fn(component, its spans)` in the place of each component."""
+        spans = self.component_spans() | dict.fromkeys(self.scale_components, (WHOLE, WHOLE))
+        return self.replace(
+            **{name: fn(component, spans[name]) for name, component in self.components().items()}, **changes
+        )
 
     def times(self, number: Any) -> Self:
         """The array multiplied by a number, which the scales take. They are float32 then, rounded once."""
@@ -397,9 +399,9 @@ class QuantizedArray(ShardedArray):
         return [*name, *shape, *shared, *bits, size, *sharding]
 
     def delete(self) -> None:
-        """Free the memory of the parts; the array can not be used after."""
-        for part in jax.tree.leaves(self):
-            part.delete()
+        """Free the memory of the components; the array can not be used after."""
+        for component in jax.tree.leaves(self):
+            component.delete()
 
 
 def _defined_at(cls: type, name: str) -> int:

@@ -21,8 +21,8 @@ class ShardedArray(ImplicitArray):
     codes: jax.Array
     index: jax.Array | None
     transposed: bool
-    part_spans: Callable[[], dict[str, tuple[int, ...]]]
-    map_parts: Callable[..., Any]
+    component_spans: Callable[[], dict[str, tuple[int, ...]]]
+    map_components: Callable[..., Any]
     swapped: Callable[[int], int]
 
     @property
@@ -34,7 +34,7 @@ class ShardedArray(ImplicitArray):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether devices hold different pieces of it."""
+        """Whether devices hold different shards of it."""
         return not self.sharding.is_fully_replicated
 
     def with_sharding(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
@@ -52,11 +52,11 @@ class ShardedArray(ImplicitArray):
         if isinstance(sharding, PartitionSpec):
             mesh = None if traced else mesh_in_context()
             if mesh is None:  # JAX knows the mesh of a `with mesh:`, or says that there is none
-                specs = self.part_specs(sharding, jax.sharding.get_abstract_mesh())
+                specs = self.component_specs(sharding, jax.sharding.get_abstract_mesh())
                 return jax.tree.map(lax.with_sharding_constraint, self, specs)
             sharding = NamedSharding(mesh, sharding)
         place = lax.with_sharding_constraint if traced else jax.device_put
-        return jax.tree.map(place, self, self.part_shardings(sharding))
+        return jax.tree.map(place, self, self.component_shardings(sharding))
 
     def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
         """`with_sharding` by its other name."""
@@ -69,13 +69,13 @@ class ShardedArray(ImplicitArray):
         return self.with_sharding(NamedSharding(mesh, PartitionSpec(*entries)))
 
     def _elements(self, axis: int) -> list[int]:
-        """How many elements of the array one of each part covers, where a part has the axis at all."""
-        spans = (span_of(spans, self.swapped(axis)) for spans in self.part_spans().values())
+        """How many elements of the array one of each component covers, where a component has the axis at all."""
+        spans = (span_of(spans, self.swapped(axis)) for spans in self.component_spans().values())
         return [span for span in spans if span != WHOLE]
 
-    def part_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
+    def component_specs(self, spec: PartitionSpec, mesh: Any = None) -> Any:
         if mesh is not None:
-            check_pieces(self.shape, spec, mesh, self._elements)
+            check_shards(self.shape, spec, mesh, self._elements)
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         if self.transposed:
             entries[-2:] = entries[:-3:-1]
@@ -86,7 +86,7 @@ class ShardedArray(ImplicitArray):
             first = -len(entries)
             return PartitionSpec(*(None if span_of(spans, first + i) == WHOLE else e for i, e in enumerate(entries)))
 
-        return self.map_parts(along, index=None if self.index is None else PartitionSpec())
+        return self.map_components(along, index=None if self.index is None else PartitionSpec())
 
     def logical_spec(self) -> PartitionSpec | None:
         sharding: Any = getattr(self.codes, "sharding", None)
@@ -100,10 +100,10 @@ class ShardedArray(ImplicitArray):
         return PartitionSpec(*spec[:-2], spec[-1], spec[-2]) if self.transposed else PartitionSpec(*spec)
 
 
-def check_pieces(
+def check_shards(
     shape: Sequence[int], spec: PartitionSpec, mesh: Any, elements: Callable[[int], Sequence[int]] = lambda axis: (1,)
 ) -> None:
-    """Whether devices can have pieces of an array: a block belongs to one of them, and so does a byte.
+    """Raise a ValueError unless every device gets an equal shard of whole blocks and bytes.
 
     `elements(axis)`: how many elements of the array those that are stored cover.
     """
@@ -115,14 +115,14 @@ def check_pieces(
     for axis, entry in enumerate(spec, -len(shape)):
         names = () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry
         names = names if isinstance(names, tuple) else (names,)
-        pieces = math.prod(sizes.get(name, 1) for name in names)
+        shards = math.prod(sizes.get(name, 1) for name in names)
         counts = [stored_length(shape[axis], span) for span in elements(axis)]
-        if pieces > 1 and any(n % pieces for n in counts):
-            fits = next(d for d in range(pieces, 0, -1) if not any(n % d for n in counts))
+        if shards > 1 and any(n % shards for n in counts):
+            fits = next(d for d in range(shards, 0, -1) if not any(n % d for n in counts))
             block = math.lcm(*elements(axis))
             raise ValueError(
-                f"Axis {axis} of length {shape[axis]} cannot be cut over the {pieces} devices of {names}: "
-                f"a piece must hold {f'whole blocks of {block} elements' if block > 1 else 'as much as the others'}. "
+                f"Axis {axis} of length {shape[axis]} cannot be sharded over the {shards} devices of {names}: "
+                f"each shard must hold {f'whole blocks of {block} elements' if block > 1 else 'as many elements'}. "
                 f"{fits} {'device' if fits == 1 else 'devices'} would do."
             )
 

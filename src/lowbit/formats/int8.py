@@ -2,8 +2,8 @@
 
     value = code * scale,  scale = max |w| / 127 over the elements that share it
 
-Parts: `weight` int8 in [-127, 127], of the array's shape; `scale` float32, size 1 along the axes that share a scale,
-or one for each block. Rounding is to nearest even, so the error of an element is at most scale / 2.
+Components: `weight` int8 in [-127, 127], of the array's shape; `scale` float32, of size 1 along the axes that share a
+scale, or one for each block. Rounding is to nearest even, so the error of an element is at most scale / 2.
 A slice of zeros has scale 0 and stays zero.
 """
 
@@ -32,7 +32,7 @@ from ._table import Format, register_format
 
 @stored
 class Array8B(QuantizedArray):
-    """An array in 8 bits: `weight * scale`. `Array8B(w)` quantizes; `Array8B(weight=..., scale=...)` takes the parts.
+    """An array in 8 bits, `weight * scale`: `Array8B(w)` quantizes, `Array8B(weight=..., scale=...)` takes components.
 
     >>> import jax.numpy as jnp, lowbit
     >>> q = lowbit.Array8B.quantize(jnp.ones((128, 256)), axis=-2)

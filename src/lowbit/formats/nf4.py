@@ -2,8 +2,8 @@
 
     value = LEVELS[code] * absmax[block],  absmax = max |w| of the block
 
-Parts: `packed` uint8, two codes a byte along the last stored axis, the first in the high nibble; `absmax` float32, one
-for each block along `axis`; the last block and the last byte may be short. A block of zeros has absmax 0 and code 7.
+Components: `packed` uint8, two codes a byte along the last stored axis, the first in the high nibble; `absmax` float32,
+one for each block along `axis`; the last block and byte may be short. A block of zeros has absmax 0 and code 7.
 
 `double_quant`: the scales of each matrix, in stored order, are stored in 8 bits per group of 256:
 
@@ -43,7 +43,7 @@ _TABLE = 65536  # steps of [-1, 1] in which bitsandbytes looks up the code of a 
 
 @stored
 class ArrayNF4(QuantizedArray):
-    """An array in 4 bits. `ArrayNF4(w)` quantizes; `ArrayNF4(packed=..., absmax=..., block_size=...)` takes the parts.
+    """An array in 4 bits: `ArrayNF4(w)` quantizes, `ArrayNF4(packed=..., absmax=..., block_size=...)` takes components.
 
     >>> import jax.numpy as jnp, lowbit
     >>> q = lowbit.ArrayNF4.quantize(jnp.ones((128, 256)), axis=-2)
@@ -54,11 +54,11 @@ class ArrayNF4(QuantizedArray):
     group_absmax: jax.Array | None
     offset: jax.Array | None
 
-    part_names: ClassVar[dict[str, str]] = {"packed": "codes", "absmax": "scales"}
+    component_names: ClassVar[dict[str, str]] = {"packed": "codes", "absmax": "scales"}
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
     int8_multiplier: ClassVar[int | None] = 127
     block_sizes: ClassVar[tuple[int, ...] | None] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-    scale_parts: ClassVar[tuple[str, ...]] = ("group_absmax", "offset")
+    scale_components: ClassVar[tuple[str, ...]] = ("group_absmax", "offset")
 
     @classmethod
     def quantize(
@@ -86,9 +86,9 @@ class ArrayNF4(QuantizedArray):
         spans = axis_spans(array.shape, axis, block_size)
         if scale is not None and double_quant:
             raise ValueError("double_quant=True stores other scales than those given by scale=: choose one of the two.")
-        parts = _encode(array, spans, double_quant, checked_scale(scale, array.shape, spans, "nf4"))
-        raise_if_not_finite(array, parts["group_absmax" if double_quant else "scales"], "nf4")
-        return cls.build(shape=array.shape, dtype=dtype, spans=spans, **parts)
+        components = _encode(array, spans, double_quant, checked_scale(scale, array.shape, spans, "nf4"))
+        raise_if_not_finite(array, components["group_absmax" if double_quant else "scales"], "nf4")
+        return cls.build(shape=array.shape, dtype=dtype, spans=spans, **components)
 
     @property
     def packing(self) -> dict[str, int]:
@@ -105,9 +105,9 @@ class ArrayNF4(QuantizedArray):
         if many != -(-count // GROUP):
             raise ValueError(
                 f"These are {count} of the 8-bit scales of an ArrayNF4, and the {many} groups of {GROUP} of all of "
-                "them: a piece of such an array does not know its place. Cut its .plain(), which has float32 scales."
+                "them: a slice does not know which groups are its own. Slice .plain(), which has float32 scales."
             )
-        groups, offset = (part.astype(jnp.float32) for part in (self.group_absmax, self.offset))
+        groups, offset = (component.astype(jnp.float32) for component in (self.group_absmax, self.offset))
         return self.scales, groups, offset, jnp.asarray(dynamic_map())
 
     def with_coded_scales(self) -> Self:
@@ -163,18 +163,18 @@ def _encode(
         codes, scales = encode(_by_jax, array, spans, "nf4")
     else:
         codes, scales = _by_jax(jax.lax.stop_gradient(array), spans, scale)
-    parts = {"codes": codes, "scales": scales, "group_absmax": None, "offset": None}
+    components = {"codes": codes, "scales": scales, "group_absmax": None, "offset": None}
     if not double_quant:
-        return parts
+        return components
     explicit = explicit_axes(jax.typeof(scales))
     if not explicit:
-        return parts | _encode_scales(scales)
+        return components | _encode_scales(scales)
     # Groups are of all scales of a matrix, wherever they lie. JAX would be told how for each step.
     where: Any = jax.typeof(scales).sharding
     groups = PartitionSpec(*where.spec[:-2], *[None] * min(scales.ndim, 2))
     out = {"scales": where, "group_absmax": where.update(spec=groups), "offset": where.update(spec=groups)}
     encode_scales: Any = jax.sharding.auto_axes(_encode_scales, axes=explicit, out_sharding=out)
-    return parts | encode_scales(scales)
+    return components | encode_scales(scales)
 
 
 def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
     ternary: value = (code - 1) * scale, code in 0, 1, 2     |w| > threshold keeps its sign, the rest is 0
     binary:  value = (2 * code - 1) * scale, code in 0, 1    the sign, of 0 too: +1
 
-Parts: `weight` uint8, four (ternary) or eight (binary) codes a byte along the last stored axis, the first in the
+Components: `weight` uint8, four (ternary) or eight (binary) codes a byte along the last stored axis, the first in the
 highest bits; `scale` float32, size 1 along the axes that share a scale, or one for each block.
 The threshold is half the standard deviation of the elements that share a scale, and the scale the one with the least
 squared error: the mean |w| of the elements that are not 0. `absmean` is the ternary of BitNet b1.58 (arXiv:2402.17764):
@@ -41,7 +41,7 @@ _PER_BYTE: dict[str, int] = {"ternary": 4, "binary": 8}
 class Array1B(QuantizedArray):
     """An array of {-1, 0, 1} (ternary) or {-1, 1} (binary), scaled.
 
-    `Array1B(w)` quantizes; `Array1B(weight=..., scale=..., kind=...)` takes the parts.
+    `Array1B(w)` quantizes; `Array1B(weight=..., scale=..., kind=...)` takes the components.
 
     >>> import jax.numpy as jnp, lowbit
     >>> lowbit.Array1B.quantize(jnp.array([[-1, 0, 1, 1], [1, -1, 0, 0]], jnp.int8)).materialize()
@@ -53,7 +53,7 @@ class Array1B(QuantizedArray):
 
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
     int8_multiplier: ClassVar[int | None] = 1
-    part_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
+    component_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
 
     @classmethod
     def quantize(

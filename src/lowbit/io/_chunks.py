@@ -35,18 +35,18 @@ def struct_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def component_spans(like: Any) -> dict[str, tuple[int, ...]]:
+def spans_of_scales(like: Any) -> dict[str, tuple[int, ...]]:
     """The spans of each component of a quantized array; of any other array, those of the array itself as ""."""
     if not isinstance(like, QuantizedArray):
         return {"": ()}
-    coded = [name for name in like.scale_parts if getattr(like, name) is not None]
-    return like.part_spans() | dict.fromkeys(coded, (WHOLE, WHOLE))
+    coded = [name for name in like.scale_components if getattr(like, name) is not None]
+    return like.component_spans() | dict.fromkeys(coded, (WHOLE, WHOLE))
 
 
 def units_of(like: Any) -> list[int]:
     """For each axis of an array, the multiple at which it can be split; `WHOLE` if it cannot be."""
     axes = range(-len(like.shape), 0)
-    return [math.lcm(*(span_of(spans, axis) for spans in component_spans(like).values())) for axis in axes]
+    return [math.lcm(*(span_of(spans, axis) for spans in spans_of_scales(like).values())) for axis in axes]
 
 
 def common_units(units: Sequence[int], others: Sequence[int]) -> list[int]:

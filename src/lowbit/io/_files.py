@@ -159,10 +159,10 @@ class _Loader:
         if (sharding := _sharding_of(like)) is None:
             return self.once((id(node), "whole"), lambda: self.whole(node, path))
         try:
-            parts = shardings(node, sharding)
+            components = shardings(node, sharding)
         except ValueError as error:
             raise ValueError(f"{self.file.path}: cannot shard {path_name(path)} like `like`: {error}") from None
-        return self.once((id(node), "sharded", sharding), lambda: jax.tree.map(self.component, node, parts))
+        return self.once((id(node), "sharded", sharding), lambda: jax.tree.map(self.component, node, components))
 
     def whole(self, node: Any, path: tuple[Key, ...]) -> Any:
         if isinstance(self.file, LowbitFile):
@@ -214,7 +214,9 @@ def _format(array: Any) -> Any:
         return None
     # Neither settings of products nor the width of scales are part of a format.
     static = [getattr(array, name) for name in array._fields()[1] if name not in ("use_kernel", "compute")]
-    components = {name: (tuple(part.shape), part.dtype.kind in "iu") for name, part in array.parts().items()}
+    components = {
+        name: (tuple(component.shape), component.dtype.kind in "iu") for name, component in array.components().items()
+    }
     return type(array), static, components
 
 

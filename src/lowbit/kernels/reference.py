@@ -34,7 +34,7 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
         span = span_of(spans, -2)
         return component[0] if span == WHOLE else jnp.take(component, rows[..., 0] // span, axis=0, mode="clip")
 
-    spans = w.part_spans()
+    spans = w.component_spans()
     columns = w.stored_shape[-1]
     values = w.unpacked_levels(*(chosen(getattr(w, name), spans[name]) for name in w.packing), length=columns)
     scales = spread(chosen(lax.stop_gradient(w.scale_values()), w.spans), w.spans[-1:], (columns,))

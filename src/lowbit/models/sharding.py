@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from lowbit.formats._sharding import check_pieces
+from lowbit.formats._sharding import check_shards
 from lowbit.runtime import is_implicit
 from lowbit.runtime._compat import mesh_in_context
 
@@ -30,7 +30,7 @@ def specs(tree: Any, logical: Any) -> Any:
     def leaf(array: Any, given: Any) -> Any:
         spec = PartitionSpec() if given is None else given if isinstance(given, PartitionSpec) else given.spec
         if is_implicit(array):
-            return array.part_specs(spec, getattr(given, "mesh", mesh_in_context()))
+            return array.component_specs(spec, getattr(given, "mesh", mesh_in_context()))
         return spec
 
     return _map(leaf, tree, logical)
@@ -63,9 +63,9 @@ def shardings(tree: Any, logical: Any) -> Any:
                 raise ValueError(f"{given} needs a mesh: pass a NamedSharding, or set a mesh with jax.set_mesh.")
             given = NamedSharding(mesh, given)
         if is_implicit(array):
-            return None if given is None else array.part_shardings(given)
+            return None if given is None else array.component_shardings(given)
         if isinstance(given, NamedSharding):
-            check_pieces(jnp.shape(array), given.spec, given.mesh)
+            check_shards(jnp.shape(array), given.spec, given.mesh)
         return given
 
     return _map(leaf, tree, logical)

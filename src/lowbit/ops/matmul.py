@@ -117,7 +117,7 @@ def _batched(leaves: Any, dims: Any, *, tree: Any, program: Any, kernel: bool) -
     size = next(leaf.shape[d] for leaf, d in zip(leaves, dims, strict=True) if d is not None)
     front = partial(batching.bdim_at_front, size=size)
     components, w_tree = jax.tree.flatten(w)
-    if w.index is not None and all(d is None for d in mapped.w.parts().values()):
+    if w.index is not None and all(d is None for d in mapped.w.components().values()):
         # Another layer of the same stack for each: one more axis of the index.
         w = w.replace(index=front(w.index, mapped.w.index))
     elif w.index is not None:

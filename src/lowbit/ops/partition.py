@@ -155,7 +155,7 @@ class MeshAxes:
 
     def stored(self, w: QuantizedArray, axis: int, entry: Entry) -> Entry:
         """The same for an axis of a stored array; a shard has whole blocks and bytes."""
-        spans = w.part_spans()
+        spans = w.component_spans()
         return self.take(
             entry,
             [getattr(w, component).shape[axis] for component in spans if span_of(spans[component], axis) != WHOLE],
@@ -181,7 +181,7 @@ class Factors:
     def axis(self, w: QuantizedArray, axis: int) -> tuple[str, str]:
         """The factors of an axis of the codes and of the same axis of the array, which counts codes, not bytes."""
         (stored,) = self.new(1)
-        packing = span_of(w.part_spans()["codes"], axis)
+        packing = span_of(w.component_spans()["codes"], axis)
         if packing == 1:
             return stored, stored
         (inner,) = self.new(1)
@@ -196,7 +196,7 @@ class Factors:
         def named(component: Any, _: Any) -> str:
             return " ".join(codes if component is w.codes else self.new(len(component.shape)))
 
-        return jax.tree.leaves(w.map_parts(named, index=None if w.index is None else " ".join(index)))
+        return jax.tree.leaves(w.map_components(named, index=None if w.index is None else " ".join(index)))
 
 
 class ShardedProduct:
@@ -249,7 +249,7 @@ class ShardedProduct:
         def on_each_device(*leaves: jax.Array) -> jax.Array:
             product: Product = jax.tree.unflatten(self.tree, leaves)
             if gathered:
-                product = replace(product, w=product.w.resolved().map_parts(gather))
+                product = replace(product, w=product.w.resolved().map_components(gather))
             if not summed:
                 return self.multiply(product)
             y = self.multiply(replace(product, dtype=jnp.promote_types(self.dtype, jnp.float32)))
@@ -260,7 +260,7 @@ class ShardedProduct:
             return stays.place(*[None] * layers, *own)
 
         lead = [used[axis] for axis in axes[:-2]]
-        components = w.map_parts(place, index=None if w.index is None else moves.place(*index))
+        components = w.map_components(place, index=None if w.index is None else moves.place(*index))
         shardings = (moves.place(*index, *lead, *rows, used[self.contract]), *jax.tree.leaves(components))
         return shardings, moves.place(*index, *lead, *rows, used[-3 - self.contract]), on_each_device
 
@@ -302,5 +302,5 @@ class ShardedRows:
         def place(_: Any, spans: tuple[int, ...]) -> NamedSharding:
             return axes.place(*(None if span_of(spans, axis) == WHOLE else matrix[axis] for axis in (-2, -1)))
 
-        shardings = (axes.place(*lead, None), *jax.tree.leaves(w.map_parts(place)))
+        shardings = (axes.place(*lead, None), *jax.tree.leaves(w.map_components(place)))
         return shardings, axes.place(*lead, matrix[-1]), on_each_device

@@ -48,7 +48,7 @@ def _(
     stored = [w.swapped(a - ndim) + ndim for a in range(ndim)]
     shape, sizes = w.stored_shape, [slice_sizes[a] for a in stored]
     looked_up = [stored[a] for a in dims.start_index_map]
-    spans = {name: [span_of(s, a) for a in range(-ndim, 0)] for name, s in w.part_spans().items()}
+    spans = {name: [span_of(s, a) for a in range(-ndim, 0)] for name, s in w.component_spans().items()}
     for a in range(ndim):
         blocked = any(span[a] > 1 for span in spans.values())
         cut = sizes[a] != shape[a]
@@ -81,17 +81,17 @@ def _(
         codes = [rows(getattr(w, name), spans[name], inside) for name in w.packing]
         if ndim - 1 in place:  # codes unpack along the last axis
             at = place[ndim - 1]
-            values = w.unpacked_levels(*(jnp.moveaxis(part, at, -1) for part in codes), length=sizes[-1])
+            values = w.unpacked_levels(*(jnp.moveaxis(component, at, -1) for component in codes), length=sizes[-1])
             values = jnp.moveaxis(values, -1, at)
         else:
             values = w.levels(*codes)
         return (values * scales).astype(w.dtype)
 
-    def rows(part: jax.Array, spans: list[int], inside: jax.Array) -> jax.Array:
+    def rows(component: jax.Array, spans: list[int], inside: jax.Array) -> jax.Array:
         step = jnp.asarray([spans[a] if spans[a] != WHOLE else shape[a] for a in looked_up], indices.dtype)
-        counts = [part.shape[a] if sizes[a] == shape[a] or spans[a] == WHOLE else sizes[a] for a in range(ndim)]
+        counts = [component.shape[a] if sizes[a] == shape[a] or spans[a] == WHOLE else sizes[a] for a in range(ndim)]
         # A whole axis starts at 0 whatever its span.
-        return lax.gather(part, inside // jnp.maximum(step, 1), stored_dims, counts, mode="promise_in_bounds")
+        return lax.gather(component, inside // jnp.maximum(step, 1), stored_dims, counts, mode="promise_in_bounds")
 
     inside = jnp.clip(indices, 0, last)
     whole_rows = ndim == 2 and looked_up == [0] and kept == [1] and dims.offset_dims == (indices.ndim - 1,)
@@ -114,10 +114,11 @@ def _(w: QuantizedArray, indices: jax.Array, update: QuantizedArray, *, dimensio
         return NotImplemented
     params.pop("update_consts", None)
     w, update = arrays
-    # Every part is written at the same places. So what is written, and each axis along which it may lie anywhere, must
-    # have one stored element for each of its own; only axes that are written whole may share scales or bytes.
+    # Every component is updated at the same indices. So the update, and each axis along which it may start anywhere,
+    # must have one stored element per array element; only axes that are written whole may share scales or bytes.
     single = [
-        all(span_of(spans, axis) == 1 for spans in w.part_spans().values()) for axis in range(-len(w.stored_shape), 0)
+        all(span_of(spans, axis) == 1 for spans in w.component_spans().values())
+        for axis in range(-len(w.stored_shape), 0)
     ]
     placed = {*dims.inserted_window_dims, *dims.operand_batching_dims}
     window = [axis for axis in range(w.ndim) if axis not in placed]
@@ -132,6 +133,7 @@ def _(w: QuantizedArray, indices: jax.Array, update: QuantizedArray, *, dimensio
     ):
         return NotImplemented
     new = {
-        name: lax.scatter(getattr(w, name), indices, getattr(update, name), dims, **params) for name in w.part_spans()
+        name: lax.scatter(getattr(w, name), indices, getattr(update, name), dims, **params)
+        for name in w.component_spans()
     }
     return w.replace(**new)

@@ -1,4 +1,4 @@
-"""Rules that move elements and keep their bits: one map over the parts, with positions divided by the spans.
+"""Rules that move elements and keep their bits: one map over the components, with positions divided by the spans.
 
 What would cut a block, or put two scales into one, returns NotImplemented and goes dense by the policy.
 """
@@ -29,14 +29,14 @@ def full_spans(w: QuantizedArray) -> list[int]:
 def moved_codes(
     w: QuantizedArray, fn: Callable[[jax.Array], jax.Array], *, along_last: bool = True
 ) -> dict[str, jax.Array]:
-    """The code parts as `fn` moves them; one code to an element for it where it moves along the axis they share."""
+    """The code components as `fn` moves them, unpacked for it if it moves along the packed axis."""
     if is_packed(w) and along_last:
         return {name: pack(fn(codes), w.packing[name]) for name, codes in unpacked(w).items()}
     return {name: fn(getattr(w, name)) for name in w.packing}
 
 
 def unpacked(w: QuantizedArray) -> dict[str, jax.Array]:
-    """The code parts with one code to an element."""
+    """The code components with one code to an element."""
     length = w.stored_shape[-1]
     return {name: axis_slice(unpack(getattr(w, name), n), -1, 0, length) for name, n in w.packing.items()}
 
@@ -165,7 +165,7 @@ def _(w: QuantizedArray, *, dimensions: Sequence[int]) -> Any:
 
 @register("broadcast_in_dim")
 def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], sharding: Any = None) -> Any:
-    del sharding  # the sharding follows from the parts
+    del sharding  # the sharding follows from the components
     new = [a for a in range(len(shape)) if a not in broadcast_dimensions]
     w = expanded(w, new)
     grown = [a for a in range(len(shape)) if w.shape[a] != shape[a]]
@@ -294,7 +294,7 @@ def _split_span(span: int, lengths: Sequence[int]) -> tuple[int, list[int]] | No
 
 @register("reshape")
 def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, sharding: Any = None) -> Any:
-    del sharding  # the sharding follows from the parts
+    del sharding  # the sharding follows from the components
     if not new_sizes:  # one element, which has no axis to store it along
         return lax.reshape(w.materialize(), ())
     return NotImplemented if dimensions is not None else reshaped(w, new_sizes)
@@ -304,13 +304,13 @@ def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, sh
 
 
 def layer(w: QuantizedArray, i: Any) -> QuantizedArray:
-    """The one layer at `i` (clamped) of the first axis, which stays with size one. No part is copied."""
+    """The one layer at `i` (clamped) of the first axis, which stays with size one. No component is copied."""
     i = jnp.clip(jnp.asarray(i, jnp.int32), 0, w.shape[0] - 1)[None]
     if w.index is None:
         return w.replace(index=i)
     # A layer of a layer: both axes become one, of which the position is known.
     stacks, many = w.stored_shape[:2]
-    merged = w.map_parts(lambda part, _: part.reshape(stacks * many, *part.shape[2:]), index=None)
+    merged = w.map_components(lambda component, _: component.reshape(stacks * many, *component.shape[2:]), index=None)
     return merged.replace(index=w.index * many + i)
 
 
@@ -360,10 +360,10 @@ def cut(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
     return w.reshaped(sizes, spans, scales=scales, **codes)
 
 
-def _window(part: jax.Array, axis: int, start: Any, size: int) -> jax.Array:
+def _window(component: jax.Array, axis: int, start: Any, size: int) -> jax.Array:
     if isinstance(start, (int, np.integer)):
-        return axis_slice(part, axis, int(start), int(start) + size)
-    return lax.dynamic_slice_in_dim(part, start, size, axis)
+        return axis_slice(component, axis, int(start), int(start) + size)
+    return lax.dynamic_slice_in_dim(component, start, size, axis)
 
 
 @register("slice")
@@ -400,12 +400,12 @@ def _(w: QuantizedArray, *starts: jax.Array, slice_sizes: Sequence[int]) -> Any:
 
 @register("split")
 def _(w: QuantizedArray, *, sizes: Sequence[int], axis: int) -> Any:
-    pieces, start = [], 0
+    slices, start = [], 0
     for size in sizes:
         starts = [start if a == axis else 0 for a in range(w.ndim)]
-        pieces.append(cut(w, starts, [size if a == axis else n for a, n in enumerate(w.shape)]))
+        slices.append(cut(w, starts, [size if a == axis else n for a, n in enumerate(w.shape)]))
         start += size
-    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
+    return NotImplemented if any(w is NotImplemented for w in slices) else slices
 
 
 # --- joining
@@ -425,8 +425,11 @@ def alike(arrays: Sequence[Any], *, but_for: Sequence[str] = ("lengths",)) -> li
     kinds = {jax.tree.structure(a.replace(**dict.fromkeys(but_for))) for a in arrays}
     if len(kinds) > 1:
         return None
-    dtypes = {name: jnp.result_type(*(getattr(a, name).dtype for a in arrays)) for name in arrays[0].parts()}
-    return [a.replace(**{name: part.astype(dtypes[name]) for name, part in a.parts().items()}) for a in arrays]
+    dtypes = {name: jnp.result_type(*(getattr(a, name).dtype for a in arrays)) for name in arrays[0].components()}
+    return [
+        a.replace(**{name: component.astype(dtypes[name]) for name, component in a.components().items()})
+        for a in arrays
+    ]
 
 
 @register("concatenate")
@@ -479,7 +482,7 @@ def _(w: QuantizedArray, update: QuantizedArray, *starts: Any) -> Any:
     if any(spans[a] != 1 for a in partial) or (is_packed(w) and ndim - 1 in partial):
         return NotImplemented
     at = [jnp.asarray(start if a in partial else 0, jnp.int32) for a, start in enumerate(stored_starts)]
-    new = {name: lax.dynamic_update_slice(getattr(w, name), getattr(update, name), at) for name in w.parts()}
+    new = {name: lax.dynamic_update_slice(getattr(w, name), getattr(update, name), at) for name in w.components()}
     return w.replace(**new)
 
 
@@ -488,5 +491,5 @@ def _(w: QuantizedArray, update: QuantizedArray, *starts: Any) -> Any:
 
 @register("convert_element_type")
 def _(w: QuantizedArray, *, new_dtype: Any, weak_type: bool = False, sharding: Any = None) -> Any:
-    del weak_type, sharding  # weak types are for scalars; the sharding follows from the parts
+    del weak_type, sharding  # weak types are for scalars; the sharding follows from the components
     return w.replace(dtype=np.dtype(new_dtype)) if jnp.issubdtype(new_dtype, jnp.floating) else NotImplemented

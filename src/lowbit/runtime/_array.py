@@ -101,26 +101,26 @@ class ImplicitArray:
         """Whether a layer of it, along its first axis, is made of the layers of its fields.
 
         `scan` then slices each field as it would alone. Otherwise it hands in the whole array and the number of the
-        layer, which copies nothing; but a gradient of such a part is summed up whole at every step.
+        layer, which copies nothing; but a gradient of such a component is summed up whole at every step.
         """
         return False
 
     def plain(self) -> Self:
-        """The same array stored such that a piece of its parts is a piece of it."""
+        """The same array, stored so that a slice of its components is a slice of the array."""
         return self
 
-    def part_specs(self, spec: jax.sharding.PartitionSpec, mesh: Any = None) -> Any:
+    def component_specs(self, spec: jax.sharding.PartitionSpec, mesh: Any = None) -> Any:
         """The PartitionSpec of each field, as a tree like this array, for a PartitionSpec of the array.
 
-        With a mesh, raises a `ValueError` where the parts cannot be cut like that.
+        With a mesh, raises a `ValueError` where the components cannot be cut like that.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how its parts are sharded.")
+        raise NotImplementedError(f"{type(self).__name__} does not say how its components are sharded.")
 
-    def part_shardings(self, sharding: Any) -> Any:
+    def component_shardings(self, sharding: Any) -> Any:
         """The sharding of each field, as a tree like this array, for a sharding of the array."""
         if not isinstance(sharding, jax.sharding.NamedSharding):
             return jax.tree.map(lambda _: sharding, self)
-        specs = self.part_specs(sharding.spec, sharding.mesh)
+        specs = self.component_specs(sharding.spec, sharding.mesh)
         return jax.tree.map(lambda _, spec: sharding.update(spec=spec), self, specs)
 
     def logical_spec(self) -> jax.sharding.PartitionSpec | None:
@@ -142,8 +142,8 @@ class ImplicitArray:
         )
 
     def _flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
-        parts, static = self._fields()
-        return [getattr(self, n) for n in parts], tuple(getattr(self, n) for n in static)
+        components, static = self._fields()
+        return [getattr(self, n) for n in components], tuple(getattr(self, n) for n in static)
 
     def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         children, static = self._flatten()
@@ -152,9 +152,9 @@ class ImplicitArray:
 
     @classmethod
     def _unflatten(cls, static: tuple[Any, ...], children: Any) -> Self:
-        parts, names = cls._fields()
+        components, names = cls._fields()
         array = object.__new__(cls)
-        array.__dict__.update(zip(parts, children, strict=True))
+        array.__dict__.update(zip(components, children, strict=True))
         array.__dict__.update(zip(names, static, strict=True))
         return array
 
@@ -166,7 +166,7 @@ class ImplicitArray:
 
     @functools.cached_property
     def _dense_type(self) -> jax.ShapeDtypeStruct:
-        abstract = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), self)
+        abstract = jax.tree.map(lambda component: jax.ShapeDtypeStruct(component.shape, component.dtype), self)
         return jax.eval_shape(lambda array: array.materialize(), abstract)
 
     @property
@@ -180,7 +180,7 @@ class ImplicitArray:
     @property
     def nbytes(self) -> int:
         """The bytes really stored."""
-        return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(self))
+        return sum(math.prod(component.shape) * component.dtype.itemsize for component in jax.tree.leaves(self))
 
     @property
     def T(self) -> Any:
@@ -288,14 +288,14 @@ class ImplicitArray:
     del _
 
     def __repr__(self) -> str:
-        def describe(path: Any, part: Any) -> str:
+        def describe(path: Any, component: Any) -> str:
             name = jax.tree_util.keystr(path).lstrip(".")
-            if not hasattr(part, "dtype"):
-                return f"{name}={part}"
-            return f"{name} {part.dtype}[{','.join(map(str, part.shape))}]"
+            if not hasattr(component, "dtype"):
+                return f"{name}={component}"
+            return f"{name} {component.dtype}[{','.join(map(str, component.shape))}]"
 
-        parts, _ = jax.tree_util.tree_flatten_with_path(self)
-        stored = ", ".join(describe(path, part) for path, part in parts)
+        components, _ = jax.tree_util.tree_flatten_with_path(self)
+        stored = ", ".join(describe(path, component) for path, component in components)
         try:
             facts = ", ".join(self._facts())
         except AttributeError:  # shardings or other objects in the place of the components
@@ -378,7 +378,7 @@ def _item(array: ImplicitArray, *index: Any) -> Any:
 
 
 def _devices(array: ImplicitArray) -> set[Any]:
-    return set[Any]().union(*(part.devices() for part in jax.tree.leaves(array)))
+    return set[Any]().union(*(component.devices() for component in jax.tree.leaves(array)))
 
 
 def _device(array: ImplicitArray) -> Any:

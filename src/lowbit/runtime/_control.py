@@ -1,6 +1,6 @@
 """Rules for the primitives that hold other programs, rebuilt through JAX's public functions.
 
-An implicit array crosses their border as its parts. Where a value must have one type on all ways (a loop's carry,
+An implicit array crosses their border as its components. Where a value must have one type on all ways (a loop's carry,
 the results of branches) and would not, it becomes dense.
 """
 
@@ -43,21 +43,21 @@ def _control(
     return decorate
 
 
-# --- leaf by leaf: what these do to an array they do to its parts
+# --- leaf by leaf: what these do to an array they do to its components
 
 
 def _leafwise(primitive: Any, *operands: Any, **params: Any) -> Any:
-    parts, tree = jax.tree.flatten(operands)
+    components, tree = jax.tree.flatten(operands)
     if primitive.multiple_results:
-        return jax.tree.unflatten(tree, primitive.bind(*parts, **params))
-    return jax.tree.unflatten(tree, [primitive.bind(part, **params) for part in parts])[0]
+        return jax.tree.unflatten(tree, primitive.bind(*components, **params))
+    return jax.tree.unflatten(tree, [primitive.bind(component, **params) for component in components])[0]
 
 
 for _name in ("copy", "pvary", "optimization_barrier", "stop_gradient"):
     register(_name)(_leafwise)
 
 
-# --- shardings speak of the array, and its parts are laid out accordingly
+# --- shardings speak of the array, and its components are laid out accordingly
 
 
 @_control("sharding_constraint", _compat.sharding_constraint)
@@ -67,19 +67,19 @@ def _(sharding: Any, operand: ImplicitArray) -> Any:
 
 @_control("reshard", _compat.reshard)
 def _(sharding: Any, operand: ImplicitArray) -> Any:
-    return jax.tree.map(jax.sharding.reshard, operand, operand.part_shardings(sharding))
+    return jax.tree.map(jax.sharding.reshard, operand, operand.component_shardings(sharding))
 
 
 @_control("device_put", _compat.device_put)
 def _(devices: Sequence[Any], *operands: Any) -> Any:
-    targets = [x.part_shardings(to) if is_implicit(x) else to for x, to in zip(operands, devices, strict=True)]
+    targets = [x.component_shardings(to) if is_implicit(x) else to for x, to in zip(operands, devices, strict=True)]
     return [jax.device_put(x, to) for x, to in zip(operands, targets, strict=True)]
 
 
 def _constrained(value: Any, sharding: Any) -> Any:
     if not is_implicit(value):
         return lax.with_sharding_constraint(value, sharding)
-    return jax.tree.map(lax.with_sharding_constraint, value, value.part_shardings(sharding))
+    return jax.tree.map(lax.with_sharding_constraint, value, value.component_shardings(sharding))
 
 
 # --- calls
@@ -139,7 +139,7 @@ def _(given: _compat.ShardMap, *operands: Any) -> Any:
     operands = tuple(x.plain() if is_implicit(x) else x for x in operands)
 
     def on_shards(fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        specs = tuple(_part_specs(x, spec, given.mesh) for x, spec in zip(operands, given.in_specs, strict=True))
+        specs = tuple(_component_specs(x, spec, given.mesh) for x, spec in zip(operands, given.in_specs, strict=True))
         return jax.shard_map(
             fn,
             mesh=given.mesh,
@@ -157,13 +157,13 @@ def _(given: _compat.ShardMap, *operands: Any) -> Any:
 
     # Which results are implicit is known only inside, but their specs are asked for outside.
     jax.eval_shape(on_shards(probe, None), *operands)
-    call = on_shards(lambda *values: interpret(given.body, values), list(map(_part_specs, found, given.out_specs)))
+    call = on_shards(lambda *values: interpret(given.body, values), list(map(_component_specs, found, given.out_specs)))
     return call(*operands)
 
 
-def _part_specs(value: Any, spec: PartitionSpec, mesh: Any = None) -> Any:
-    """The specs of the parts. With the mesh, a spec that would cut a block raises; results are cut already."""
-    return value.part_specs(spec, mesh) if is_implicit(value) else spec
+def _component_specs(value: Any, spec: PartitionSpec, mesh: Any = None) -> Any:
+    """The specs of the components. With the mesh, a spec that would cut a block raises; results are cut already."""
+    return value.component_specs(spec, mesh) if is_implicit(value) else spec
 
 
 # --- loops and branches
@@ -343,13 +343,13 @@ def _(given: _compat.CustomVjp, *operands: Any) -> Any:
     def backward(kept: Any, cotangents: Any) -> Any:
         residuals, args = kept
         grads = run(given.backward, *residuals, *cotangents)
-        return tuple(map(_part_cotangent, args, grads))
+        return tuple(map(_component_cotangent, args, grads))
 
     call.defvjp(forward, backward)
     return call(*args)
 
 
-def _part_cotangent(primal: Any, cotangent: Any) -> Any:
+def _component_cotangent(primal: Any, cotangent: Any) -> Any:
     if cotangent is None or not is_implicit(primal):
         return cotangent
     _, pull = jax.vjp(dense, primal)

@@ -156,52 +156,54 @@ def is_tracing() -> bool:
 
 def capture(array: ImplicitArray, path: str = "") -> jax.Array:
     """A dense stand-in, which `interpret` turns back into the array; `path` is its place in an argument."""
-    parts, tree = jax.tree.flatten(array)
-    return capture_p.bind(*_compat.match_varying(parts), tree=tree, path=path)
+    components, tree = jax.tree.flatten(array)
+    return capture_p.bind(*_compat.match_varying(components), tree=tree, path=path)
 
 
-def _materialize_parts(*parts: Any, tree: Any, path: str) -> jax.Array:
+def _materialize_components(*components: Any, tree: Any, path: str) -> jax.Array:
     del path
-    return dense(jax.tree.unflatten(tree, parts))
+    return dense(jax.tree.unflatten(tree, components))
 
 
 @capture_p.def_abstract_eval
-def _(*parts: Any, tree: Any, path: str) -> Any:
-    array = jax.tree.unflatten(tree, parts)
-    if not parts:
+def _(*components: Any, tree: Any, path: str) -> Any:
+    array = jax.tree.unflatten(tree, components)
+    if not components:
         return ShapedArray(array.shape, array.dtype)
-    aval = parts[0]  # all vary over the same axes
+    aval = components[0]  # all vary over the same axes
     spec = array.logical_spec() or jax.sharding.PartitionSpec(*[None] * array.ndim)
     sharding = aval.sharding.update(spec=spec)
     return aval.update(shape=array.shape, dtype=array.dtype, weak_type=False, sharding=sharding)
 
 
-def _capture_jvp(parts: Any, tangents: Any, **params: Any) -> Any:
+def _capture_jvp(components: Any, tangents: Any, **params: Any) -> Any:
     live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
     def at(*varied: Any) -> jax.Array:
-        moved = list(parts)
-        for i, part in zip(live, varied, strict=True):
-            moved[i] = part
-        return _materialize_parts(*moved, **params)
+        moved = list(components)
+        for i, component in zip(live, varied, strict=True):
+            moved[i] = component
+        return _materialize_components(*moved, **params)
 
-    _, tangent = jax.jvp(at, [parts[i] for i in live], [tangents[i] for i in live])
-    return capture_p.bind(*parts, **params), tangent
-
-
-def _capture_batched(parts: Any, dims: Any, **params: Any) -> Any:
-    size = next(p.shape[d] for p, d in zip(parts, dims, strict=True) if d is not None)
-    return capture_p.bind(*(batching.bdim_at_front(p, d, size) for p, d in zip(parts, dims, strict=True)), **params), 0
+    _, tangent = jax.jvp(at, [components[i] for i in live], [tangents[i] for i in live])
+    return capture_p.bind(*components, **params), tangent
 
 
-capture_p.def_impl(_materialize_parts)
+def _capture_batched(components: Any, dims: Any, **params: Any) -> Any:
+    size = next(p.shape[d] for p, d in zip(components, dims, strict=True) if d is not None)
+    return capture_p.bind(
+        *(batching.bdim_at_front(p, d, size) for p, d in zip(components, dims, strict=True)), **params
+    ), 0
+
+
+capture_p.def_impl(_materialize_components)
 ad.primitive_jvps[capture_p] = _capture_jvp
 batching.primitive_batchers[capture_p] = _capture_batched
-mlir.register_lowering(capture_p, mlir.lower_fun(_materialize_parts, multiple_results=False))
+mlir.register_lowering(capture_p, mlir.lower_fun(_materialize_components, multiple_results=False))
 
 
 def _captured(jaxpr: Jaxpr) -> Iterator[ImplicitArray]:
-    """The arrays that entered a program by capture, with types in the place of their parts."""
+    """The arrays that entered a program by capture, with types in the place of their components."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is capture_p:
             yield jax.tree.unflatten(eqn.params["tree"], [v.aval for v in eqn.invars])

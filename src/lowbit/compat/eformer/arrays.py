@@ -81,7 +81,7 @@ def _hashable(axis: Any) -> Any:
 class Array8B(_Eformer, lowbit.Array8B):
     """int8 with a scale: `Array8B(scale, weight, axis)` or `Array8B(array)`."""
 
-    part_names: ClassVar[dict[str, str]] = {"scale": "scales", "weight": "codes"}
+    component_names: ClassVar[dict[str, str]] = {"scale": "scales", "weight": "codes"}
     positional: ClassVar[tuple[str, ...]] = ("scale", "weight", "axis", "sharding")
 
     @classmethod
@@ -97,11 +97,13 @@ class ArrayNF4(_Eformer, lowbit.ArrayNF4):
     positional: ClassVar[tuple[str, ...]] = ("packed", "absmax", "block_size", "sharding")
 
     @classmethod
-    def from_parts(cls, *, packed: Any = None, absmax: Any = None, **given: Any) -> Self:
+    def from_components(cls, *, packed: Any = None, absmax: Any = None, **given: Any) -> Self:
         if packed is not None and absmax is not None and jnp.ndim(packed) == jnp.ndim(absmax) + 1:
             packed = functions.joined(packed)  # (..., blocks, bytes of a block)
-        parts = {name: part for name, part in (("packed", packed), ("absmax", absmax)) if part is not None}
-        return super().from_parts(**parts, **given)
+        components = {
+            name: component for name, component in (("packed", packed), ("absmax", absmax)) if component is not None
+        }
+        return super().from_components(**components, **given)
 
     @classmethod
     def quantize(cls, array: Any, block_size: int = 64, *, axis: int | None = None, **options: Any) -> Self:
@@ -116,9 +118,9 @@ class Array1B(_Eformer, lowbit.Array1B):
     positional: ClassVar[tuple[str, ...]] = ("weight", "scale", "kind")
 
     @classmethod
-    def from_parts(cls, *, weight: Any = None, dtype: Any = jnp.int8, **given: Any) -> Self:
+    def from_components(cls, *, weight: Any = None, dtype: Any = jnp.int8, **given: Any) -> Self:
         if "scale" in given:
-            return super().from_parts(weight=weight, dtype=dtype, **given)
+            return super().from_components(weight=weight, dtype=dtype, **given)
         return cls.quantize(functions.unpack_weights_1bit(weight, jnp.int8), dtype=dtype)
 
     @classmethod

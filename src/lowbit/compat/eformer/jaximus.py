@@ -102,8 +102,8 @@ class ImplicitArray(_Fields, abc.ABC):
 
     def _flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
         # Only values that were given: deriving the others needs arrays, and JAX flattens with placeholders.
-        parts, static = self._fields()
-        return [getattr(self, n) for n in parts], tuple(vars(self).get(n) for n in static)
+        components, static = self._fields()
+        return [getattr(self, n) for n in components], tuple(vars(self).get(n) for n in static)
 
 
 ImplicitArray.register(lowbit.QuantizedArray)

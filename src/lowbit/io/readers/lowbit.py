@@ -67,7 +67,7 @@ class LowbitFile(Reader):
         array = self._entry(name)
         if isinstance(array, QuantizedArray):
             self.check_codes(array, name)
-            return jax.tree.map(lambda part: on_device(self.view(part)), array)
+            return jax.tree.map(lambda component: on_device(self.view(component)), array)
         return self.view(array)
 
     def dense(self, name: str, dtype: Any = np.float32) -> np.ndarray:
@@ -92,8 +92,8 @@ class LowbitFile(Reader):
             self._check_all(tensor)
         if not isinstance(array, QuantizedArray):
             return array.read(region)
-        parts = array.map_parts(lambda tensor, spans: tensor.read(covered(region, spans, tensor.shape)))
-        return parts.reshaped(list(region_shape(region)), array.spans)
+        components = array.map_components(lambda tensor, spans: tensor.read(covered(region, spans, tensor.shape)))
+        return components.reshaped(list(region_shape(region)), array.spans)
 
     def _decode(self, name: str, region: Region) -> np.ndarray:
         stored: Any = self._read(name, region)
@@ -116,7 +116,7 @@ class LowbitFile(Reader):
         """Raise a ValueError if a code of a quantized array is out of the range of its format."""
         if not isinstance(array, QuantizedArray) or array.code_range is None:
             return
-        views = {part: self.view(getattr(array, part)) for part in array.packing}
+        views = {component: self.view(getattr(array, component)) for component in array.packing}
         try:
             check_codes(array.replace(**views))
         except ValueError as error:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lowbit.formats._blocks import covered
 
-from .._chunks import chunks_of, component_spans, units_of
+from .._chunks import chunks_of, spans_of_scales, units_of
 from .._maps import release
 from .._regions import Region, contiguous_runs, full_region, region_shape, region_size
 from ..container._layout import Layout
@@ -153,7 +153,7 @@ class StagingFile:
 
     def put_scales(self, work: Work) -> None:
         """Write the scales that depend on the whole tensor, from the values that were staged."""
-        shape, names, spans = work.like.shape, self.layout.components[work.name], component_spans(work.like)
+        shape, names, spans = work.like.shape, self.layout.components[work.name], spans_of_scales(work.like)
         if work.two_pass:
             scales = work.scale_of(self.read_staged(work, "maxima", full_region(shape)))
             self.put(names["scales"], full_region(shape), spans["scales"], scales)
@@ -162,7 +162,7 @@ class StagingFile:
             for index in np.ndindex(*shape[:-2]):
                 matrix = (*((i, i + 1) for i in index), *full_region(shape[-2:]))
                 coded = _coded(work.made.replace(codes=None, scales=self.read_staged(work, "scales", matrix)))
-                for field in ("scales", *coded.scale_parts):
+                for field in ("scales", *coded.scale_components):
                     self.put(names[field], matrix, spans[field], getattr(coded, field))
                 lost += self.error_change(work, matrix, np.asarray(_values(coded)))
             self.squares[work.name] = lost, size

@@ -20,7 +20,7 @@ from lowbit.ops.squares import squares
 from lowbit.ops.take import take
 
 from .. import _chunks
-from .._chunks import chunks_of, common_units, component_spans, units_of
+from .._chunks import chunks_of, common_units, spans_of_scales, units_of
 from .._regions import Region, region_size
 from ..readers import Reader
 
@@ -54,7 +54,7 @@ class Work:
             dense = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(given.like.dtype))
             with naming(name):
                 like = made = jax.eval_shape(partial(quantize, config=config), dense)
-            if any(getattr(like, part) is not None for part in like.scale_parts):
+            if any(getattr(like, component) is not None for component in like.scale_components):
                 config = dataclasses.replace(config, double_quant=False)
                 made = jax.eval_shape(partial(quantize, config=config), dense)
         shape = getattr(made, "stored_shape", shape)
@@ -99,7 +99,7 @@ class Work:
             scale = None if maxima is None else self.scale_of(maxima)
             array, lost, size, block_sums = _encoded(data, self.config, self.stages_scales, scale)
             sums = float(np.asarray(lost).sum(dtype=np.float64)), float(np.asarray(size).sum(dtype=np.float64))
-            stored, finite = array.parts() | block_sums, math.isfinite(sums[0])
+            stored, finite = array.components() | block_sums, math.isfinite(sums[0])
             if self.two_pass:
                 del stored["scales"]
         if not finite:
@@ -111,7 +111,7 @@ class Work:
 
     def spans(self) -> dict[str, tuple[int, ...]]:
         """The spans of each component of a chunk, and of each value that is staged."""
-        spans = component_spans(self.made)
+        spans = spans_of_scales(self.made)
         return spans | dict.fromkeys(self.staged(), spans.get("scales", ()))
 
     def staged(self) -> dict[str, Any]:
