@@ -21,7 +21,7 @@ class Array6B(lowbit.QuantizedArray):
     packing: ClassVar = {"codes": 2, "high": 4}  # codes per byte
 
     @classmethod
-    def quantize(cls, array, block_size=64, *, axis=-1, dtype=None):
+    def quantize(cls, array, block_size=64, *, axis=None, dtype=None):
         array = formats.checked_input(array, "int6")
         spans = formats.axis_spans(array.shape, axis, block_size)
         values = array.astype(jnp.float32)
@@ -42,7 +42,7 @@ INT6 = lowbit.Format("int6", Array6B.quantize, error=0.0243, bits=6.0)
 def main():
     lowbit.register_format(INT6)
     w = jax.random.normal(jax.random.key(0), (4096, 512))
-    q = lowbit.FORMATS["int6"].quantize(w, axis=-2)
+    q = lowbit.FORMATS["int6"].quantize(w)
     x = jax.random.normal(jax.random.key(1), (4, 4096))
     print(q)
     print(f"{8 * q.nbytes / q.size} bits a weight, rms error {jnp.std(q.materialize() - w):.4f}")

@@ -36,8 +36,8 @@ class QuantizationConfig:
     - `dtype`: the format, a `QuantizationType` or its name.
     - `block_size`: how many elements along `axis` share a scale. None is the format's default: 64 for NF4, one scale
       for the whole axis for int8, ternary and binary.
-    - `axis`: along which elements share a scale; None is the last. For `x @ w` use the contracted axis, -2: it has the
-      smallest error and the fastest product.
+    - `axis`: along which elements share a scale. None is the axis that `x @ w` contracts, -2 (-1 of an array with one
+      axis): the contracted axis gives the smallest error and the fastest product.
     - `simulate`: give the dense array as it reads after quantization, with a straight-through gradient.
     - `double_quant`: NF4's scales in 8 bits.
     - `absmean`: ternary as in BitNet b1.58, with mean |w| for a scale and half of it for a threshold.

@@ -27,7 +27,7 @@ def straight_through_nf4(
     return ste(ArrayNF4.quantize)(weights, block_size=block_size, axis=axis, double_quant=double_quant)
 
 
-def straight_through_8bit(weights: Any, axis: Any = None, *, block_size: int | None = None) -> jax.Array:
+def straight_through_8bit(weights: Any, axis: Any = -1, *, block_size: int | None = None) -> jax.Array:
     """eformer's name for `straight_through` in int8: `Array8B.quantize(weights, ...)` dense, with identity gradient.
 
     >>> import jax.numpy as jnp, lowbit
@@ -38,7 +38,7 @@ def straight_through_8bit(weights: Any, axis: Any = None, *, block_size: int | N
 
 
 def straight_through_1bit(
-    weights: Any, axis: Any = None, *, kind: Kind = "ternary", scale: bool = True, block_size: int | None = None
+    weights: Any, axis: Any = -1, *, kind: Kind = "ternary", scale: bool = True, block_size: int | None = None
 ) -> jax.Array:
     """eformer's name for `straight_through` in `kind`: `Array1B.quantize(weights, ...)` dense, with identity gradient.
 

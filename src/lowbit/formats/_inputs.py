@@ -16,9 +16,12 @@ from ._blocks import WHOLE, stored_length
 
 
 def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:
-    """Spans for one scale along `axis` (an int or several; None is the last), or for each block of a single axis."""
+    """Spans for one scale along `axis` (an int or several), or for each block of a single axis.
+
+    None is the axis that `x @ w` contracts: -2, or -1 of an array with one axis.
+    """
     ndim = len(shape)
-    axis = -1 if axis is None else axis
+    axis = (-2 if ndim > 1 else -1) if axis is None else axis
     axes = tuple(operator.index(a) for a in (axis if isinstance(axis, (tuple, list)) else (axis,)))
     for a in axes:
         if not -ndim <= a < ndim:

@@ -49,7 +49,7 @@ class Array8B(QuantizedArray):
     ) -> Self:
         """Quantize a dense array.
 
-        - `axis`: the axis or axes along which one scale is shared; default the last.
+        - `axis`: the axis or axes along which one scale is shared; default -2, the one that `x @ w` contracts.
         - `block_size`: one scale for each block of that many elements of the (single) axis.
         - `dtype`: the dtype of the array; default that of the input.
         - `scale`: the scales to round by instead of max |w| / 127; codes are clipped to +-127.

@@ -74,7 +74,7 @@ class ArrayNF4(QuantizedArray):
         """Quantize a dense array.
 
         - `block_size`: how many elements along `axis` share a scale; a power of two from 16 to 4096.
-        - `axis`: default the last.
+        - `axis`: default -2, the one that `x @ w` contracts, or -1 of an array with one axis.
         - `double_quant`: store the scales in 8 bits, 4.127 bits a weight in all.
         - `dtype`: of the array as it reads; default the input's.
         - `scale`: the scales to round by, if not max |w|; what is beyond them is cut.

@@ -70,7 +70,7 @@ class Array1B(QuantizedArray):
     ) -> Self:
         """Quantize a dense array.
 
-        - `axis`: the axis or axes along which one scale is shared; default the last.
+        - `axis`: the axis or axes along which one scale is shared; default -2, the one that `x @ w` contracts.
         - `block_size`: one scale for each block of that many elements of the (single) axis.
         - `threshold`: what is kept, if not half the standard deviation.
         - `scale`: False for the bare codes; or the scales to round by, where half a scale is the threshold.

@@ -136,9 +136,10 @@ class Array1B(_Eformer, lowbit.Array1B):
         **options: Any,
     ) -> Self:
         if jnp.issubdtype(jnp.result_type(array), jnp.integer):  # checked and kept, as lowbit does
-            return super().quantize(array, dtype=dtype, axis=axis, kind=kind)
+            return super().quantize(array, dtype=dtype, axis=-1 if axis is None else _hashable(axis), kind=kind)
         if axis is None and block_size is None:
             axis = tuple(range(jnp.ndim(array)))  # one threshold for the whole array
+        axis = -1 if axis is None else axis
         options |= {"kind": kind, "scale": scale, "block_size": block_size}
         return _quietly(Array1B, array, dtype=dtype, axis=_hashable(axis), **options)
 
