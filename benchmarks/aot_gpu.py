@@ -51,9 +51,9 @@ class Operand:
 
 def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
     """The operands of a product after the kernel ran over its grid, with its arithmetic left out."""
-    from lowbit.kernels._product import Product
     from lowbit.kernels.gpu import kernel
     from lowbit.kernels.gpu.tiling import tiling_for
+    from lowbit.kernels.product import Product
 
     tiling = tiling_for(Product(x, w, contract, dtype))
     (m, _), n, tile = x.shape, w.shape[-3 - contract], tiling.tile

@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 from measure import Report  # noqa: E402
 
 from lowbit import FORMATS  # noqa: E402
-from lowbit.kernels._product import Product  # noqa: E402
+from lowbit.kernels.product import Product  # noqa: E402
 from lowbit.kernels.tpu.blocks import in_specs, out_spec  # noqa: E402
 from lowbit.kernels.tpu.kernel import matmul  # noqa: E402
 from lowbit.kernels.tpu.tiling import tiling_for  # noqa: E402

@@ -1,7 +1,7 @@
 """The API reference from the docstrings: python docs/reference.py build/docs
 
-pdoc documents what a module defines. The names of `lowbit` are defined in its rooms, so this lists them for pdoc, and
-finds the docstrings that stand below variables there.
+pdoc finds the docstrings of variables only in the module that defines them. Those of `lowbit` are defined in its rooms,
+so this collects them there.
 """
 
 import inspect
@@ -24,23 +24,18 @@ PAGES = (
 )
 
 
-def public_names(module) -> list[str]:
-    return [name for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)]
-
-
 def variable_docstrings() -> dict[str, str]:
     found = {}
     for name, module in sorted(sys.modules.items()):
         if name.startswith("lowbit."):
-            found |= pdoc.doc.Module(module)._var_docstrings
+            variables = pdoc.doc.Module(module).variables
+            found |= {variable.name: variable.docstring for variable in variables if variable.docstring}
     return found
 
 
 def write(directory: Path) -> None:
     docstrings = variable_docstrings()
     jax.Array.__qualname__ = "Array"  # else types would show the inner module of JAX that defines it
-    for package in (lowbit, lowbit.formats):
-        package.__all__ = public_names(package)
     pdoc.render.configure(search=True)
     modules = {name: pdoc.doc.Module.from_name(name) for name in PAGES}
     for module in modules.values():

@@ -29,8 +29,8 @@ from jax.experimental import topologies  # noqa: E402
 
 import lowbit  # noqa: E402
 from lowbit.kernels import gpu  # noqa: E402
-from lowbit.kernels._product import Product  # noqa: E402
 from lowbit.kernels.gpu import kernel, tiling  # noqa: E402
+from lowbit.kernels.product import Product  # noqa: E402
 from lowbit.runtime._compat import lowering_for  # noqa: E402
 
 CALL = "__gpu$xla.gpu.triton"

@@ -23,7 +23,7 @@ from lowbit.io.bitsandbytes import bitsandbytes_tensors
 from lowbit.io.gguf_writer import write_gguf
 from lowbit.io.readers import LowbitFile
 from lowbit.kernels import gpu, tpu
-from lowbit.kernels._product import Product
+from lowbit.kernels.product import Product
 from lowbit.ops.squares import squares
 
 NARROW = [jnp.bfloat16, jnp.float16]

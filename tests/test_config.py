@@ -10,8 +10,8 @@ import pytest
 from helpers import assert_close, assert_same_bits
 
 import lowbit
-from lowbit import QuantizationConfig, QuantizationType, quantize, straight_through
-from lowbit.kernels import _table, reference
+from lowbit import QuantizationConfig, QuantizationType, dispatch, quantize, straight_through
+from lowbit.kernels import reference
 from lowbit.testing import equations
 
 TYPES = list(QuantizationType)
@@ -202,8 +202,8 @@ def asked(monkeypatch) -> list[str]:
         calls.append(product.arithmetic)
         return reference.matmul(product)
 
-    monkeypatch.setattr(_table, "_kernels", {})
-    _table.register_kernel("matmul", jax.default_backend(), kernel, lambda product: True)
+    monkeypatch.setattr(dispatch, "_kernels", {})
+    dispatch.register_kernel("matmul", jax.default_backend(), kernel, lambda product: True)
     return calls
 
 
@@ -262,7 +262,7 @@ def test_the_settings_travel_with_the_array(asked) -> None:
 def test_settings_are_known_by_name() -> None:
     with pytest.raises(ValueError, match=r"compute\('slow'\).*'exact', 'fast', None"):
         lowbit.compute("slow")
-    assert lowbit.is_kernel_available() == ("cpu" in _table._kernels.get("matmul", {}))
+    assert lowbit.is_kernel_available() == ("cpu" in dispatch._kernels.get("matmul", {}))
 
 
 # --- small ones

@@ -14,9 +14,9 @@ import pytest
 from helpers import Layout, assert_close
 
 import lowbit
-from lowbit import implicit
-from lowbit.kernels import _table, cpu, reference
-from lowbit.kernels._product import Product
+from lowbit import dispatch, implicit
+from lowbit.kernels import cpu, reference
+from lowbit.kernels.product import Product
 
 native = pytest.mark.skipif(
     cpu.instruction_set() is None, reason="installed without a C++ compiler, or LOWBIT_NATIVE=0"
@@ -165,4 +165,4 @@ def test_narrow_activations_and_results(dtype) -> None:
         exact = reference.matmul(Product(x, q, -2, jnp.float32))
         assert y.dtype == dtype
         assert_close(y, exact.astype(dtype), 2 * float(jnp.finfo(dtype).eps))
-    assert {"matmul", "take", "encode"} <= set(_table._kernels)
+    assert {"matmul", "take", "encode"} <= set(dispatch._kernels)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lowbit
 from lowbit import FORMATS, Array1B, Array8B, ArrayNF4
-from lowbit.formats import _blocks, nf4
+from lowbit.formats import blocks, nf4
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "bitsandbytes_nf4.npz")
 
@@ -95,7 +95,7 @@ def test_int8_error_is_at_most_half_a_scale() -> None:
     w = jax.random.normal(jax.random.key(0), (64, 256))
     for options in ({}, {"axis": 0}, {"axis": (0, 1)}, {"axis": 0, "block_size": 24}):
         q = Array8B.quantize(w, **options)
-        scales = _blocks.spread(q.scales, q.spans, w.shape)
+        scales = blocks.spread(q.scales, q.spans, w.shape)
         assert jnp.all(jnp.abs(q.materialize() - w) <= scales / 2 * (1 + 1e-5))
         assert q.weight.dtype == jnp.int8 and jnp.abs(q.weight).max() == 127
         np.testing.assert_array_equal(q.materialize(), q.weight * scales)

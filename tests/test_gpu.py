@@ -14,11 +14,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit
-from lowbit import formats
-from lowbit.formats._blocks import span_of
-from lowbit.kernels import _table, gpu, reference
-from lowbit.kernels._product import Product
+from lowbit import dispatch, formats
+from lowbit.formats.blocks import span_of
+from lowbit.kernels import gpu, reference
 from lowbit.kernels.gpu import kernel, tiling
+from lowbit.kernels.product import Product
 
 CALL = "__gpu$xla.gpu.triton"
 FLOATS = (jnp.bfloat16, jnp.float32, jnp.float16)
@@ -208,8 +208,8 @@ def test_float32_is_multiplied_in_three_products() -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(_table, "_kernels", {})
-    _table.register_kernel("matmul", "cpu", product, gpu.matmul_fits)
+    monkeypatch.setattr(dispatch, "_kernels", {})
+    dispatch.register_kernel("matmul", "cpu", product, gpu.matmul_fits)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -15,8 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowbit
-from lowbit.kernels import _table, reference
-from lowbit.kernels._product import Product
+from lowbit import dispatch
+from lowbit.kernels import reference
+from lowbit.kernels.product import Product
 
 
 def partitioned_matmul(product):
@@ -52,16 +53,16 @@ def kernel(monkeypatch):
         matrices = product.w.ndim == product.x.ndim == 2
         return product.contract == -2 and matrices and max(product.w.packing.values()) == 1
 
-    monkeypatch.setattr(_table, "_kernels", {})
-    _table.register_kernel("matmul", "cpu", partitioned_matmul, fits)
+    monkeypatch.setattr(dispatch, "_kernels", {})
+    dispatch.register_kernel("matmul", "cpu", partitioned_matmul, fits)
     return asked
 
 
 def test_a_kernel_is_found_by_platform_and_operands(kernel) -> None:
     w = Layout("int8", -2, None).quantize(jnp.ones((64, 96)))
-    assert list(_table.find_kernels("matmul", Product(jnp.ones((4, 64)), w, -2, jnp.float32))) == ["cpu"]
-    assert _table.find_kernels("matmul", Product(jnp.ones((4, 96)), w, -1, jnp.float32)) == {}
-    assert _table.find_kernels("take", w) == {}
+    assert list(dispatch.find_kernels("matmul", Product(jnp.ones((4, 64)), w, -2, jnp.float32))) == ["cpu"]
+    assert dispatch.find_kernels("matmul", Product(jnp.ones((4, 96)), w, -1, jnp.float32)) == {}
+    assert dispatch.find_kernels("take", w) == {}
 
 
 @pytest.mark.parametrize("block_size", [None, 32])

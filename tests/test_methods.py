@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import lax
 
 import lowbit
 from lowbit import ImplicitArray, QuantizedArray, implicit
+from lowbit.runtime import _interpret
 
 METHODS = {
     "all": lambda w: (w.all(), w.all(axis=0), w.all(1, keepdims=True)),
@@ -108,18 +110,20 @@ def test_what_is_on_the_host() -> None:
         assert q.tolist() == dense.tolist()
 
 
-def test_one_compilation_serves_all_indices_and_values() -> None:
+def test_one_compilation_serves_all_indices_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     q = lowbit.Array8B(jnp.ones((8, 16)), block_size=16)
     row = lowbit.Array8B(jnp.ones((1, 16)), block_size=16)[0]
     _ = q.at[0].set(row)
-    before = lowbit.runtime._interpret.trace_count
+    traced = Mock(wraps=_interpret.run)
+    monkeypatch.setattr(_interpret, "run", traced)
     for i in range(1, 8):
         q = q.at[i].set(row)
+    assert traced.call_count == 0
     with lowbit.materialization("allow"):
         _ = q.at[0, 0].add(1.0)
-        after = lowbit.runtime._interpret.trace_count
+        assert traced.call_count == 1
         _ = q.at[1, 3].add(2.5)
-    assert before == after - 1 == lowbit.runtime._interpret.trace_count - 1
+    assert traced.call_count == 1
 
 
 def test_other_names_of_jax_arrays_say_what_to_do() -> None:
@@ -136,7 +140,6 @@ def test_other_names_of_jax_arrays_say_what_to_do() -> None:
     with pytest.raises(AttributeError, match=r"at\[\.\.\.\] has add, apply, .*no 'sett'"):
         q.at[0].sett(1)
     assert {"sum", "at", "devices"} <= {*dir(q)}
-    assert not hasattr(q, "__jax_array__")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert all(hasattr(q, name) for name in ("sum", "any", "tolist", "item", "at", "devices"))

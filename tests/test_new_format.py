@@ -37,8 +37,8 @@ def six_bits(example, request, monkeypatch) -> Layout:
 
 
 def test_the_example_runs(example, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(lowbit.formats._table, "FORMATS", dict(lowbit.FORMATS))
-    monkeypatch.setattr(lowbit, "FORMATS", lowbit.formats._table.FORMATS)
+    monkeypatch.setattr(lowbit.formats.table, "FORMATS", dict(lowbit.FORMATS))
+    monkeypatch.setattr(lowbit, "FORMATS", lowbit.formats.table.FORMATS)
     example.main()
     assert "6.5 bits a weight, rms error 0.0243" in capsys.readouterr().out
     assert len(PATH.read_text().splitlines()) < 70
@@ -122,7 +122,7 @@ def test_a_subclass_keeps_the_decoder_that_fits_its_levels() -> None:
 
 def test_a_name_is_taken_once(example, monkeypatch) -> None:
     table = dict(lowbit.FORMATS)
-    monkeypatch.setattr(lowbit.formats._table, "FORMATS", table)
+    monkeypatch.setattr(lowbit.formats.table, "FORMATS", table)
     assert lowbit.register_format(example.INT6) is lowbit.register_format(example.INT6)
     other = dataclasses.replace(example.INT6, bits=7.0)
     with pytest.raises(ValueError, match=r"There is a format 'int6' already.*replace=True"):

@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import export, lax
 
 import lowbit
 from lowbit import implicit
+from lowbit.runtime import _interpret
 from lowbit.testing import dense_weights
 
 
@@ -156,29 +158,31 @@ def test_iteration_ends(layout: Layout) -> None:
     assert len(list(stack[0])) == len(stack[0]) == K
 
 
-def test_integer_index_compiles_once() -> None:
+def test_integer_index_compiles_once(traced: Mock) -> None:
     q = lowbit.Array8B.quantize(jnp.ones((K, N)))
     _ = q[0], q[-1], q[1:]
-    before = _traces()
+    before = traced.call_count
     for i in range(5):
         _ = q[i]
     _ = q[2:], q[2:]
-    assert _traces() - before == 1  # the one new slice
+    assert traced.call_count - before == 1  # the one new slice
 
 
-def _traces() -> int:
-    from lowbit.runtime import _interpret
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """A stand-in that counts how often `implicit` traces."""
+    mock = Mock(wraps=_interpret.run)
+    monkeypatch.setattr(_interpret, "run", mock)
+    return mock
 
-    return _interpret.trace_count
 
-
-def test_a_second_eager_product_does_not_trace(x: jax.Array) -> None:
+def test_a_second_eager_product_does_not_trace(x: jax.Array, traced: Mock) -> None:
     q, other = (lowbit.Array8B.quantize(jax.random.normal(jax.random.key(i), (K, N))) for i in (0, 1))
     lowbit.materialization.set("allow")
     _ = x @ q, q.T, q + x[0, 0]
-    before = _traces()
+    before = traced.call_count
     _ = x @ q, (x + 1) @ other, q.T, other + x[1, 1]
-    assert _traces() == before
+    assert traced.call_count == before
 
 
 def test_jit_of_the_whole_tree(layout: Layout, x: jax.Array) -> None:
@@ -255,9 +259,22 @@ def test_state_is_clean_after_an_exception(x: jax.Array) -> None:
 
     with pytest.raises(KeyError):
         implicit(fails)(x)
-    assert not hasattr(q, "__jax_array__")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="outside of lowbit"):
         jnp.dot(x, q)
+
+
+def test_jnp_functions_outside_of_implicit_name_it(x: jax.Array) -> None:
+    q = lowbit.Array8B.quantize(jnp.ones((K, N)))
+    calls = [jnp.dot, jnp.matmul, partial(jnp.einsum, "bd,dn->bn"), jax.jit(jnp.dot), lambda x, q: jnp.stack([q, q])]
+    for call in (*calls, lambda x, q: jax.nn.relu(q), lambda x, q: jnp.where(True, q, 0)):
+        with pytest.raises(TypeError, match=rf"Array8B of shape \({K}, {N}\) outside of lowbit.implicit: wrap"):
+            call(x, q)
+    # JAX gives the types of lax arguments an error of its own, which names the class.
+    with pytest.raises(TypeError, match="Array8B"):
+        jax.lax.sin(q)
+    with pytest.warns(lowbit.MaterializationWarning, match="__array__"):
+        assert_close(jnp.asarray(q), q.materialize())
+    assert (x @ q).shape == (q.T @ x.T).T.shape == (x.shape[0], N)
 
 
 def test_ste_is_exact_and_straight(layout: Layout) -> None:

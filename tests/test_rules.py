@@ -13,7 +13,7 @@ from jax import lax
 
 import lowbit
 from lowbit import FORMATS, ArrayNF4, QuantizedArray, implicit
-from lowbit.formats._blocks import unpack
+from lowbit.formats.blocks import unpack
 from lowbit.testing import dense_weights, equations
 
 EXAMPLES = int(os.environ.get("LOWBIT_TEST_EXAMPLES", "10"))

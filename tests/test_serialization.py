@@ -18,7 +18,8 @@ from jax import export
 
 import lowbit
 import lowbit.compat.flax
-from lowbit.kernels import _export, cpu
+from lowbit.kernels import cpu
+from lowbit.kernels.export import CUSTOM_CALLS
 
 pytestmark = pytest.mark.frameworks
 
@@ -130,7 +131,7 @@ def test_export_with_kernels(format: Any) -> None:
 def test_export_checks_name_every_native_kernel() -> None:
     library = cpu._library
     assert library is not None
-    assert {*library.lowbit_targets().decode().split(",")} < {*_export.CUSTOM_CALLS}
+    assert {*library.lowbit_targets().decode().split(",")} < {*CUSTOM_CALLS}
     w = jnp.ones((64, 32))
     quantizing = jax.jit(lambda w: lowbit.quantize(w, "nf4").codes)
     exported = export.export(quantizing, disabled_checks=lowbit.export_checks())(w)

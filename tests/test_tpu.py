@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import lowbit
 from lowbit import FORMATS
 from lowbit.kernels import reference, tpu
-from lowbit.kernels._product import Product
+from lowbit.kernels.product import Product
 from lowbit.kernels.tpu import kernel, tiling
 from lowbit.ops import partition
 

@@ -10,6 +10,7 @@ from jax import lax
 
 import lowbit
 from lowbit import MaterializationWarning, implicit
+from lowbit.testing import dense_weights
 
 
 def params() -> dict[str, Any]:
@@ -56,3 +57,10 @@ def test_an_operator_outside_of_implicit_has_the_line_of_its_call() -> None:
     with pytest.warns(MaterializationWarning, match=rf"{__file__}:{line}, in") as caught:
         q + 3
     assert caught[0].lineno == line
+
+
+def test_dense_weights_have_the_line_that_builds_them() -> None:
+    with lowbit.materialization("allow"):
+        found = dense_weights(jax.jit(implicit(moved)), params(), jnp.ones((2, 64)))
+        (exp,) = [weight for weight in found if weight.primitive == "exp"]
+    assert exp.line == f"{__file__}:{line_of(moved, 'jnp.exp')}, in moved"

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import lowbit
 from lowbit import FORMATS, QuantizedArray
-from lowbit.kernels._product import Product
+from lowbit.kernels.product import Product
 from lowbit.kernels.tpu import kernel, tiling
 
 P = PartitionSpec

@@ -1,54 +1,90 @@
 """Low-bit arrays for JAX: weights stored in 8, 4, 2 or 1 bits that still behave like arrays."""
 
-from . import rules as rules
-from . import testing as testing
-from ._version import __version__ as __version__
-from .adapters.array import LoraArray as LoraArray
-from .adapters.tree import lora as lora
-from .adapters.tree import merge as merge
-from .compat.eformer_names import matmul_bf16_int8_weight_only as matmul_bf16_int8_weight_only
-from .compat.eformer_names import safe_materialize as safe_materialize
-from .compat.eformer_names import straight_through_1bit as straight_through_1bit
-from .compat.eformer_names import straight_through_8bit as straight_through_8bit
-from .compat.eformer_names import straight_through_nf4 as straight_through_nf4
-from .config import QuantizationConfig as QuantizationConfig
-from .config import QuantizationType as QuantizationType
-from .config import quantize as quantize
-from .config import straight_through as straight_through
-from .formats import FORMATS as FORMATS
-from .formats import Array1B as Array1B
-from .formats import Array8B as Array8B
-from .formats import ArrayNF4 as ArrayNF4
-from .formats import Format as Format
-from .formats import QuantizedArray as QuantizedArray
-from .formats import register_format as register_format
-from .io import load as load
-from .io import load_metadata as load_metadata
-from .io import save as save
-from .kernels._export import export_checks as export_checks
-from .kernels._table import compute as compute
-from .kernels._table import is_kernel_available as is_kernel_available
-from .kernels._table import use_kernel as use_kernel
-from .models.partition import combine as combine
-from .models.partition import is_frozen as is_frozen
-from .models.partition import is_quantized as is_quantized
-from .models.partition import partition as partition
-from .models.partition import trainable as trainable
-from .models.partition import tree_map as tree_map
-from .models.patterns import Rule as Rule
-from .models.qat import learned_scales as learned_scales
-from .models.qat import straight_through_tree as straight_through_tree
-from .models.report import Report as Report
-from .models.sharding import shardings as shardings
-from .models.sharding import specs as specs
-from .models.tree import dequantize_tree as dequantize_tree
-from .models.tree import quantize_tree as quantize_tree
-from .runtime import ImplicitArray as ImplicitArray
-from .runtime import MaterializationWarning as MaterializationWarning
-from .runtime import aux_field as aux_field
-from .runtime import implicit as implicit
-from .runtime import materialization as materialization
-from .runtime import materialize as materialize
-from .runtime import register as register
-from .runtime import ste as ste
-from .runtime import use_implicit as use_implicit
+from . import rules, testing
+from ._version import __version__
+from .adapters.array import LoraArray
+from .adapters.tree import lora, merge
+from .compat.eformer_names import (
+    matmul_bf16_int8_weight_only,
+    safe_materialize,
+    straight_through_1bit,
+    straight_through_8bit,
+    straight_through_nf4,
+)
+from .config import QuantizationConfig, QuantizationType, quantize, straight_through
+from .dispatch import compute, is_kernel_available, use_kernel
+from .formats import FORMATS, Array1B, Array8B, ArrayNF4, Format, QuantizedArray, register_format
+from .io import load, load_metadata, save
+from .kernels.export import export_checks
+from .models.partition import combine, is_frozen, is_quantized, partition, trainable, tree_map
+from .models.patterns import Rule
+from .models.qat import learned_scales, straight_through_tree
+from .models.report import Report
+from .models.sharding import shardings, specs
+from .models.tree import dequantize_tree, quantize_tree
+from .runtime import (
+    ImplicitArray,
+    MaterializationWarning,
+    aux_field,
+    implicit,
+    materialization,
+    materialize,
+    register,
+    ste,
+    use_implicit,
+)
+
+__all__ = [
+    "FORMATS",
+    "Array1B",
+    "Array8B",
+    "ArrayNF4",
+    "Format",
+    "ImplicitArray",
+    "LoraArray",
+    "MaterializationWarning",
+    "QuantizationConfig",
+    "QuantizationType",
+    "QuantizedArray",
+    "Report",
+    "Rule",
+    "__version__",
+    "aux_field",
+    "combine",
+    "compute",
+    "dequantize_tree",
+    "export_checks",
+    "implicit",
+    "is_frozen",
+    "is_kernel_available",
+    "is_quantized",
+    "learned_scales",
+    "load",
+    "load_metadata",
+    "lora",
+    "materialization",
+    "materialize",
+    "matmul_bf16_int8_weight_only",
+    "merge",
+    "partition",
+    "quantize",
+    "quantize_tree",
+    "register",
+    "register_format",
+    "rules",
+    "safe_materialize",
+    "save",
+    "shardings",
+    "specs",
+    "ste",
+    "straight_through",
+    "straight_through_1bit",
+    "straight_through_8bit",
+    "straight_through_nf4",
+    "straight_through_tree",
+    "testing",
+    "trainable",
+    "tree_map",
+    "use_implicit",
+    "use_kernel",
+]

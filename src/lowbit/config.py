@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .formats import FORMATS, Format, QuantizedArray, spread
-from .runtime import ste
-from .runtime._array import dense
+from .runtime import dense, ste
 
 
 class QuantizationType(enum.StrEnum):

@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from .kernels._product import Product
+from .kernels.product import Product
 from .ops.matmul import matmul_p
 from .runtime import is_implicit
-from .runtime._compat import is_jaxpr, opened, subjaxprs
+from .runtime._compat import is_jaxpr, opened, subjaxprs, user_line
 
 
 class DenseWeight(NamedTuple):
-    """A value with the shape of a weight, and the primitive that computes it."""
+    """A value with the shape of a weight, the primitive that computes it, and the user's file and line."""
 
     primitive: str
     shape: tuple[int, ...]
     dtype: str
+    line: str
 
 
 def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[DenseWeight]:
@@ -33,7 +34,7 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     >>> lowbit.testing.dense_weights(lambda x, q: x @ q, x, q)
     []
     >>> lowbit.testing.dense_weights(lambda x, q: x @ q.materialize(), x, q)[-1]
-    DenseWeight(primitive='mul', shape=(64, 32), dtype='float32')
+    DenseWeight(primitive='mul', shape=(64, 32), dtype='float32', line='...')
     """
     program: Any = fn_or_jaxpr if is_jaxpr(fn_or_jaxpr) else jax.make_jaxpr(fn_or_jaxpr)(*args)
     jaxpr = opened(program).jaxpr
@@ -45,12 +46,17 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
             weights.append(product.w.shape)
     shapes = {shape for weight in weights for shape in _forms(weight)}
     return [
-        DenseWeight(str(eqn.primitive), aval.shape, str(aval.dtype))
+        DenseWeight(str(eqn.primitive), aval.shape, str(aval.dtype), _line(eqn))
         for eqn in found
         if eqn.primitive is not matmul_p
         for aval in (v.aval for v in eqn.outvars)
         if getattr(aval, "shape", None) in shapes and jnp.issubdtype(aval.dtype, jnp.floating)
     ]
+
+
+def _line(eqn: Any) -> str:
+    found = user_line(eqn)
+    return f"{found[0]}:{found[1]}, in {found[2]}" if found else "unknown"
 
 
 def _forms(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

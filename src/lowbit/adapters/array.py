@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lowbit.runtime import ImplicitArray, aux_field, is_implicit
-from lowbit.runtime._array import dense
-from lowbit.runtime._interpret import run
+from lowbit.runtime import ImplicitArray, aux_field, dense, is_implicit, run
 
 # The role of an axis: of both factors (stacked layers), of `a` (inputs), of `b` (outputs).
 BOTH, OF_A, OF_B = "sab"

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lowbit.runtime import register
-from lowbit.runtime._array import dense
+from lowbit.runtime import dense, register
 
 from .array import BOTH, OF_A, OF_B, LoraArray, apply
 

@@ -11,8 +11,7 @@ from jax import lax
 
 from lowbit.formats import Array1B, Array8B, ArrayNF4
 from lowbit.formats.onebit import Kind
-from lowbit.runtime import ImplicitArray, ste
-from lowbit.runtime._array import dense
+from lowbit.runtime import ImplicitArray, dense, ste
 
 
 def straight_through_nf4(

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from lowbit.runtime import ImplicitArray
 
-from ._blocks import WHOLE, stored_length
+from .blocks import WHOLE, stored_length
 
 
 def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:

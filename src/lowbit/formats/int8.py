@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit.ops.encode import encode
-
-from ._blocks import block_max, spread
+from ._encode import encode
 from ._inputs import (
     axis_spans,
     checked_block_size,
@@ -26,8 +24,9 @@ from ._inputs import (
     finite_or_nan,
     raise_if_not_finite,
 )
-from ._quantized import QuantizedArray, stored
-from ._table import Format, register_format
+from .blocks import block_max, spread
+from .quantized import QuantizedArray, stored
+from .table import Format, register_format
 
 
 @stored

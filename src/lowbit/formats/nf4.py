@@ -21,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from lowbit.ops.encode import encode
-
-from ._blocks import WHOLE, block_max, ordered_sum, pack, spread
+from ._encode import encode
 from ._inputs import axis_spans, checked_dtype, checked_input, checked_scale, finite_or_nan, raise_if_not_finite
-from ._quantized import QuantizedArray, stored
-from ._sharding import explicit_axes
-from ._table import Format, register_format
+from .blocks import WHOLE, block_max, ordered_sum, pack, spread
+from .quantized import QuantizedArray, stored
+from .sharding import explicit_axes
+from .table import Format, register_format
 
 # fmt: off
 LEVELS = np.array([

@@ -20,7 +20,6 @@ from jax.core import Tracer
 
 from lowbit.runtime import aux_field
 
-from ._blocks import block_count, block_max, block_sum, pack, spread
 from ._inputs import (
     axis_spans,
     checked_block_size,
@@ -30,8 +29,9 @@ from ._inputs import (
     finite_or_nan,
     raise_if_not_finite,
 )
-from ._quantized import QuantizedArray, stored
-from ._table import Format, register_format
+from .blocks import block_count, block_max, block_sum, pack, spread
+from .quantized import QuantizedArray, stored
+from .table import Format, register_format
 
 Kind = Literal["ternary", "binary"]
 _PER_BYTE: dict[str, int] = {"ternary": 4, "binary": 8}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from lowbit.formats import QuantizedArray
-from lowbit.formats._blocks import WHOLE, span_of
+from lowbit.formats.blocks import WHOLE, span_of
 
 from ._regions import Region
 

@@ -1,7 +1,8 @@
 """Kernels for CPU, GPU and TPU, and the reference. No public names."""
 
+from lowbit.dispatch import register_kernel
+
 from . import cpu, gpu, tpu
-from ._table import register_kernel
 
 cpu.register(__path__)
 register_kernel("matmul", "cuda", gpu.matmul, gpu.matmul_fits, gpu.is_available)

@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.quantized import QuantizedArray
 
 
 def layer_numbers(w: QuantizedArray) -> jax.Array:

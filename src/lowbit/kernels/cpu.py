@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit.formats._blocks import span_of
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.dispatch import register_kernel
+from lowbit.formats.blocks import span_of
+from lowbit.formats.quantized import QuantizedArray
 
-from ._product import Product
-from ._table import register_kernel
 from ._tiles import layer_numbers
+from .product import Product
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _library: ctypes.CDLL | None = None

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowbit.formats._blocks import WHOLE, span_of, spread
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.blocks import WHOLE, span_of, spread
+from lowbit.formats.quantized import QuantizedArray
 
-from ._product import Product
+from .product import Product
 
 
 def matmul(product: Product) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowbit.formats import QuantizedArray
-from lowbit.formats._blocks import spread
+from lowbit.formats.blocks import spread
 
 BINS = 64
 _SAMPLE = 1 << 20  # the number of weights from which the levels in use are read

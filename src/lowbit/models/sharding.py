@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from lowbit.formats._sharding import check_shards
+from lowbit.formats.sharding import check_shards
 from lowbit.runtime import is_implicit
 from lowbit.runtime._compat import mesh_in_context
 

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from lowbit.formats._sharding import explicit_axes
+from lowbit.dispatch import by_platform, compute, find_kernels, nearest, use_kernel
+from lowbit.formats.sharding import explicit_axes
 from lowbit.kernels import reference
-from lowbit.kernels._product import Product
-from lowbit.kernels._table import compute, find_kernels, use_kernel
+from lowbit.kernels.product import Product
 from lowbit.runtime._compat import match_varying
 
-from .choice import by_platform, nearest
 from .partition import ShardedProduct, devices_in_use, over_devices
 
 matmul_p = Primitive("lowbit_matmul")

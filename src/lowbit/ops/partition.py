@@ -19,11 +19,11 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lowbit.formats._blocks import WHOLE, span_of
-from lowbit.formats._quantized import QuantizedArray
-from lowbit.formats._sharding import explicit_axes
-from lowbit.kernels._lazy import warn_not_partitioned
-from lowbit.kernels._product import Product
+from lowbit.formats.blocks import WHOLE, span_of
+from lowbit.formats.quantized import QuantizedArray
+from lowbit.formats.sharding import explicit_axes
+from lowbit.kernels.lazy import warn_not_partitioned
+from lowbit.kernels.product import Product
 from lowbit.runtime._compat import can_partition_calls, device_kind, meshes_of
 
 Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names

@@ -3,11 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.dispatch import by_platform, find_kernels, nearest, use_kernel
+from lowbit.formats.quantized import QuantizedArray
 from lowbit.kernels import reference
-from lowbit.kernels._table import find_kernels, use_kernel
-
-from .choice import by_platform, nearest
 
 
 def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,11 +7,10 @@ import jax
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.dispatch import by_platform, find_kernels, nearest, use_kernel
+from lowbit.formats.quantized import QuantizedArray
 from lowbit.kernels import reference
-from lowbit.kernels._table import find_kernels, use_kernel
 
-from .choice import by_platform, nearest
 from .partition import ShardedRows, devices_in_use, over_devices
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lowbit.formats._blocks import span_of
-from lowbit.formats._quantized import QuantizedArray
-from lowbit.kernels._product import Product
+from lowbit.formats.blocks import span_of
+from lowbit.formats.quantized import QuantizedArray
+from lowbit.kernels.product import Product
 from lowbit.ops.matmul import matmul
 from lowbit.runtime import register
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime import register
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowbit.formats._blocks import WHOLE, repeated, span_of
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.blocks import WHOLE, repeated, span_of
+from lowbit.formats.quantized import QuantizedArray
 from lowbit.ops.take import take
 from lowbit.runtime import register
 

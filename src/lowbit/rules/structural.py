@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit.formats._blocks import WHOLE, axis_slice, pack, repeated, span_of, stored_length, unpack
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.blocks import WHOLE, axis_slice, pack, repeated, span_of, stored_length, unpack
+from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime import register
 
 # A block that is split further than this would store more scale than code.

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
+from ._compat import asks_for_type
+
 _STATIC = "lowbit_static"
 DENSE_TYPES = (jax.Array, np.ndarray, np.generic)
 _OPERAND_TYPES = (*DENSE_TYPES, bool, int, float, complex)
@@ -207,7 +209,9 @@ class ImplicitArray:
             return functools.partial(_call_method, self, name, None)
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
-        if hasattr(type(self), name):  # a property that raised AttributeError: the same again
+        if (
+            hasattr(type(self), name) and name != "__jax_array__"
+        ):  # a property that raised AttributeError: the same again
             return object.__getattribute__(self, name)
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
         if not name.startswith("_") and (name in _HOST_NAMES or hasattr(jax.Array, name)):
@@ -236,16 +240,14 @@ class ImplicitArray:
         return np.asarray(go_dense(self, "__array__"), dtype)
 
     @property
-    def __jax_array__(self) -> Callable[[], jax.Array]:
-        # JAX asks whether this exists before it tries our operators, so outside of `implicit`,
-        # where calling it could only mean a silent dequantization, it does not.
+    def __jax_array__(self) -> Callable[[], Any]:
         from ._interpret import capture, is_tracing
 
         if is_tracing():
             return lambda: capture(self)
-        raise AttributeError(
-            f"{type(self).__name__} takes part in jnp and lax functions only inside lowbit.implicit(fn)."
-        )
+        if asks_for_type():  # which would tell the user to call jnp.array; the error without the attribute is better
+            raise AttributeError("__jax_array__")
+        return lambda: _Outside(self)
 
     def __bool__(self) -> bool:
         return bool(self._one_element())
@@ -307,6 +309,32 @@ class ImplicitArray:
     def _facts(self) -> list[str]:
         """What `repr` says of the array, beside its components."""
         return [f"shape={self.shape}", f"dtype={np.dtype(self.dtype).name}", f"{self.nbytes:,} bytes"]
+
+
+class _Outside:
+    """What JAX gets for an implicit array outside of `implicit`.
+
+    The operators of `jax.Array` return NotImplemented for it, so Python calls ours. A jnp function raises a TypeError
+    that has its `repr`. `jnp.asarray` makes the array dense, by the policy.
+    """
+
+    def __init__(self, array: ImplicitArray):
+        self._array = array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._array.__array__(dtype, copy)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self._array).__name__} of shape {self._array.shape} outside of lowbit.implicit: wrap the function "
+            "that calls jnp, lowbit.implicit(fn)(...), or pass .materialize() to have the array dense>"
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise TypeError(f"A jnp function got an implicit array: {self!r}.")
+
+    dtype = ndim = shape
 
 
 # --- operators

@@ -5,6 +5,7 @@ module may have other parameters: their readers then return None, and the caller
 """
 
 import re
+import sys
 import sysconfig
 import traceback
 import warnings
@@ -268,6 +269,21 @@ def user_line(eqn: JaxprEqn | None) -> tuple[str, int, str] | None:
 
 
 # --- calls
+
+
+@contextmanager
+def context_of(eqn: JaxprEqn) -> Iterator[None]:
+    """The context in which an equation was traced: its settings, its name scopes, and the user's line."""
+    info: Any = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def asks_for_type() -> bool:
+    """Whether the caller's caller is where JAX finds the type of an argument. Only an error message depends on it."""
+    package, _, module = sys._getframe(2).f_globals.get("__name__", "").rpartition(".")
+    return package.startswith("jax") and module in ("core", "dtypes")
 
 
 def rebind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:

@@ -51,8 +51,6 @@ use_implicit = implicit
 
 def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`implicit(fn)(*args, **kwargs)`, where results may have work deferred (`ImplicitArray.resolved`)."""
-    global trace_count
-    trace_count += 1
     found, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_implicit)
     leaves = [leaf for _, leaf in found]
     # The first two keys are those of the argument.
@@ -119,7 +117,7 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if eqn.primitive is capture_p:
         return [jax.tree.unflatten(eqn.params["tree"], operands)]
     captured = [array for inner in _compat.subjaxprs(eqn.params) for array in _captured(inner)]
-    with eqn.ctx.manager:
+    with _compat.context_of(eqn):
         if not captured and not any(map(is_implicit, operands)):
             return _compat.rebind(eqn, operands)
         outs = apply_rules(eqn.primitive, operands, eqn.params)
@@ -251,7 +249,6 @@ def _paths_of(invars: Sequence[Any]) -> dict[Any, str]:
     return {v: path for v, path in zip(invars, given, strict=True) if path} if len(given) == len(invars) else {}
 
 
-trace_count = 0  # how often `implicit` traced, for tests of caching
 _warned: set[tuple[str, type]] = set()
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from lowbit.formats import FORMATS, QuantizedArray
-from lowbit.formats._blocks import WHOLE
+from lowbit.formats.blocks import WHOLE
 
 from .._chunks import Chunked, struct_of
 from .._dtypes import DTYPES

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from lowbit.formats import Array1B, Array8B, QuantizedArray
-from lowbit.formats._blocks import WHOLE
+from lowbit.formats.blocks import WHOLE
 
 from .._checks import can_be_a_shape
 from .._chunks import Chunked

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lowbit.formats import QuantizedArray
-from lowbit.formats._blocks import covered
-from lowbit.formats._components import check_codes
+from lowbit.formats.blocks import covered
+from lowbit.formats.components import check_codes
 
 from .._chunks import Chunked, struct_of, units_of
 from .._dtypes import NAMES

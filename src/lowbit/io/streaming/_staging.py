@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lowbit.formats._blocks import covered
+from lowbit.formats.blocks import covered
 
 from .._chunks import chunks_of, spans_of_scales, units_of
 from .._maps import release

@@ -13,7 +13,7 @@ from jax import lax
 
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
-from lowbit.formats._blocks import WHOLE, block_max, block_sum
+from lowbit.formats.blocks import WHOLE, block_max, block_sum
 from lowbit.models.patterns import naming
 from lowbit.models.plan import Plan
 from lowbit.ops.squares import squares

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 import jax
 import jax.numpy as jnp
 
-from lowbit.formats._blocks import span_of
+from lowbit.formats.blocks import span_of
 from lowbit.runtime._compat import Device
 
 from .. import reference
-from .._lazy import when_lowered
-from .._product import Product
+from ..lazy import when_lowered
+from ..product import Product
 
 ANY_GPU = Device("NVIDIA A100", "gpu")
 """The device to lower for if none is known: it has what every GPU has that the kernel runs on."""

@@ -19,12 +19,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from lowbit.formats._blocks import WHOLE, span_of
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.blocks import WHOLE, span_of
+from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime._compat import varying_like
 
-from .._product import Product
 from .._tiles import layer_numbers, planes
+from ..product import Product
 from .tiling import Tile, Tiling, split, tiling_for
 
 

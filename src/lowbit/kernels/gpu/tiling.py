@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit.formats._blocks import span_of
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.blocks import span_of
+from lowbit.formats.quantized import QuantizedArray
 
-from .._product import Product
+from ..product import Product
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from lowbit.formats._blocks import WHOLE, span_of
+from lowbit.formats.blocks import WHOLE, span_of
 from lowbit.runtime._compat import Device
 
-from .._lazy import when_lowered
-from .._product import Product
+from ..lazy import when_lowered
+from ..product import Product
 from .tiling import LANES, SUBLANES
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -15,12 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lowbit.formats._blocks import spread
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.blocks import spread
+from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime._compat import varying_like
 
-from .._product import Product
 from .._tiles import layer_numbers, planes
+from ..product import Product
 from .blocks import in_specs, out_spec, scale_windows
 from .tiling import LANES, SUBLANES, Sizes, Tiling, tiling_for, vmem
 from .vector import aligned, deinterleaved, interleaved, joined, lanes, repeated_rows, rows, terms

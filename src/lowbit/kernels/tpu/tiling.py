@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from lowbit.formats._blocks import WHOLE, span_of
+from lowbit.formats.blocks import WHOLE, span_of
 
-from .._product import Product
+from ..product import Product
 
 LANES, SUBLANES = 128, 8
 VMEM = {"TPU v5 lite": 128 << 20, "TPU v6 lite": 128 << 20}

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lowbit.runtime import ImplicitArray
 from lowbit.runtime._compat import mesh_in_context
 
-from ._blocks import WHOLE, span_of, stored_length
+from .blocks import WHOLE, span_of, stored_length
 
 
 class ShardedArray(ImplicitArray):

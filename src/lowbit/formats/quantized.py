@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding
 
 from lowbit.runtime import aux_field
 
-from ._blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unpack
-from ._components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes, spans_of_scales
-from ._sharding import ShardedArray, check_shards
-from ._table import Format, format_of
+from .blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unpack
+from .components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes, spans_of_scales
+from .sharding import ShardedArray, check_shards
+from .table import Format, format_of
 
 # Components are frozen fields that are passed by their documented names, so one `__init__` serves every format.
 stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -31,7 +31,7 @@ stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class QuantizedArray(ShardedArray):
     """An array stored as codes and scales: `level(code) * scale`, in float32, read as `dtype`.
 
-    - Every component has the rank and the axis order of the array, with a span for each axis (see `_blocks`).
+    - Every component has the rank and the axis order of the array, with a span for each axis (see `blocks`).
     - Codes are packed along the last stored axis, `packing[component]` of them in each stored element.
     - `transposed`: the last two axes are stored swapped.
     - `index`: the array is these layers of the first stored axis: `shape == index.shape + (shape of a layer)`.

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from lowbit.formats._quantized import QuantizedArray
+from lowbit.formats.quantized import QuantizedArray
 
 _STATIC = ("contract", "dtype", "precision", "out_sharding", "arithmetic")
 

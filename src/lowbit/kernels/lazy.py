@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from lowbit.runtime._compat import Device, device_of, lowering_for
 
 from . import reference
-from ._product import Product
+from .product import Product
 
 _kernel_p = Primitive("lowbit_kernel")
 

@@ -1,4 +1,4 @@
-"""Codes and scales of a dense array: the step of `quantize` that has a kernel."""
+"""Encode a dense array: the step of `quantize` that has a kernel."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,13 +7,11 @@ from typing import Any
 import jax
 from jax import lax
 
-from lowbit.kernels._table import find_kernels, use_kernel
-
-from .choice import by_platform, nearest
+from lowbit.dispatch import by_platform, find_kernels, nearest, use_kernel
 
 
 def encode(reference: Callable[..., Any], array: jax.Array, spans: tuple[int, ...], format: str) -> Any:
-    """The codes and scales `reference(array, spans)`, computed by a kernel with the same bits where there is one."""
+    """Compute `reference(array, spans)`, codes and scales, in a kernel that gives the same bits where there is one."""
     array = lax.stop_gradient(array)
     like = jax.eval_shape(partial(reference, spans=spans), array)
     params = {"spans": spans, "format": format, "like": like}

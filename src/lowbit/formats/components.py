@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._blocks import WHOLE
 from ._inputs import axis_spans
+from .blocks import WHOLE
 
 SCALE_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 CODE_DTYPES = tuple(map(np.dtype, (jnp.uint8, jnp.int8)))
