@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from lowbit import Report, quantize_tree, shardings
 from lowbit.io import GGUFFile, Reader, open_tensors
 from lowbit.io._convert import plain_fields
-from lowbit.io.readers._base import is_stored
+from lowbit.io.readers import is_stored
 from lowbit.models.patterns import Rules
 from lowbit.runtime import implicit
 

@@ -1,5 +1,7 @@
 """Rows by index: decode what is taken, and nothing else."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,6 +28,85 @@ def _takes_layers(w: QuantizedArray, dims: Any, sizes: Any, index_ndim: int) -> 
     )
 
 
+@dataclass(frozen=True)
+class _Gather:
+    """A gather along the stored axes of an array, which may be stored with its last two swapped."""
+
+    w: QuantizedArray
+    dims: lax.GatherDimensionNumbers
+    sizes: list[int]
+    place: dict[int, int]  # stored axis -> axis of the result
+
+    @classmethod
+    def of(cls, w: QuantizedArray, dims: lax.GatherDimensionNumbers, sizes: Sequence[int]) -> "_Gather":
+        stored = [w.swapped(a - w.ndim) + w.ndim for a in range(w.ndim)]
+        dropped = {stored[a] for a in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
+        kept = [a for a in range(w.ndim) if a not in dropped]
+        stored_dims = lax.GatherDimensionNumbers(
+            offset_dims=dims.offset_dims,
+            collapsed_slice_dims=tuple(sorted(stored[a] for a in dims.collapsed_slice_dims)),
+            start_index_map=tuple(stored[a] for a in dims.start_index_map),
+            operand_batching_dims=tuple(stored[a] for a in dims.operand_batching_dims),
+            start_indices_batching_dims=dims.start_indices_batching_dims,
+        )
+        return cls(w, stored_dims, [sizes[a] for a in stored], dict(zip(kept, dims.offset_dims, strict=True)))
+
+    @property
+    def spans(self) -> dict[str, list[int]]:
+        return {name: [span_of(s, a) for a in range(-self.w.ndim, 0)] for name, s in self.w.component_spans().items()}
+
+    def fits(self) -> bool:
+        """Whether each component has its own elements for what is taken."""
+        shape, spans = self.w.stored_shape, self.spans.values()
+        for a, (length, size) in enumerate(zip(shape, self.sizes, strict=True)):
+            if size not in (1, length) and any(span[a] > 1 for span in spans):
+                return False
+        if any(span[a] != 1 for a in self.dims.operand_batching_dims for span in spans):
+            return False
+        last = self.w.ndim - 1  # along which bytes hold neighbours
+        return not is_packed(self.w) or (last in self.place and self.sizes[last] == shape[last])
+
+    def last_start(self, dtype: Any) -> jax.Array:
+        """The largest index of each axis that is looked up."""
+        shape = self.w.stored_shape
+        return jnp.asarray([shape[a] - self.sizes[a] for a in self.dims.start_index_map], dtype)
+
+    def takes_rows(self, index_ndim: int) -> bool:
+        """Whether it takes whole stored rows of a matrix."""
+        dims = self.dims
+        return (self.w.ndim, dims.start_index_map, [*self.place]) == (2, (0,), [1]) and dims.offset_dims == (
+            index_ndim - 1,
+        )
+
+    def decoded(self, inside: jax.Array) -> jax.Array:
+        w, shape = self.w, self.w.stored_shape
+        scales = self._rows("scales", lax.stop_gradient(w.scale_values()), inside)
+        for a, at in self.place.items():
+            span = self.spans["scales"][a]
+            if span > 1 and self.sizes[a] == shape[a]:
+                scales = repeated(scales, at - scales.ndim, span, shape[a])
+        codes = [self._rows(name, getattr(w, name), inside) for name in w.packing]
+        at = self.place.get(w.ndim - 1)
+        if at is None:
+            values = w.levels(*codes)
+        else:  # codes unpack along the last axis
+            moved = (jnp.moveaxis(component, at, -1) for component in codes)
+            values = jnp.moveaxis(w.unpacked_levels(*moved, length=self.sizes[-1]), -1, at)
+        return (values * scales).astype(w.dtype)
+
+    def _rows(self, name: str, component: jax.Array, inside: jax.Array) -> jax.Array:
+        """What a component stores for the elements taken."""
+        spans, shape = self.spans[name], self.w.stored_shape
+        steps = [shape[a] if spans[a] == WHOLE else spans[a] for a in self.dims.start_index_map]
+        counts = [
+            stored if size == length or span == WHOLE else size
+            for stored, size, length, span in zip(component.shape, self.sizes, shape, spans, strict=True)
+        ]
+        # A whole axis starts at 0 whatever its span.
+        starts = inside // jnp.maximum(jnp.asarray(steps, inside.dtype), 1)
+        return lax.gather(component, starts, self.dims, counts, mode="promise_in_bounds")
+
+
 @register("gather")
 def _(
     w: QuantizedArray,
@@ -43,66 +124,19 @@ def _(
     if _takes_layers(w, dims, slice_sizes, indices.ndim) and mode != lax.GatherScatterMode.FILL_OR_DROP:
         return w.replace(index=jnp.clip(indices[..., 0], 0, w.shape[0] - 1))
     w = untransposed(w.resolved()) if dims.operand_batching_dims else w.resolved()
-    ndim = w.ndim
-    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # wide enough for any position
-    stored = [w.swapped(a - ndim) + ndim for a in range(ndim)]
-    shape, sizes = w.stored_shape, [slice_sizes[a] for a in stored]
-    looked_up = [stored[a] for a in dims.start_index_map]
-    spans = {name: [span_of(s, a) for a in range(-ndim, 0)] for name, s in w.component_spans().items()}
-    for a in range(ndim):
-        blocked = any(span[a] > 1 for span in spans.values())
-        cut = sizes[a] != shape[a]
-        if blocked and cut and sizes[a] != 1:
-            return NotImplemented
-    if any(span[stored[a]] != 1 for a in dims.operand_batching_dims for span in spans.values()):
+    gather = _Gather.of(w, dims, slice_sizes)
+    if not gather.fits():
         return NotImplemented
-
-    # The axes of a row keep their order, but the weight may be stored with its last two swapped.
-    dropped = {stored[a] for a in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
-    kept = [a for a in range(ndim) if a not in dropped]
-    if is_packed(w) and (ndim - 1 in dropped or sizes[-1] != shape[-1]):
-        return NotImplemented  # bytes hold neighbours of the last axis
-    place = dict(zip(kept, dims.offset_dims, strict=True))  # stored axis -> axis of the result
-    stored_dims = lax.GatherDimensionNumbers(
-        offset_dims=dims.offset_dims,
-        collapsed_slice_dims=tuple(sorted(stored[a] for a in dims.collapsed_slice_dims)),
-        start_index_map=tuple(looked_up),
-        operand_batching_dims=tuple(stored[a] for a in dims.operand_batching_dims),
-        start_indices_batching_dims=dims.start_indices_batching_dims,
-    )
-    last = jnp.asarray([shape[a] - sizes[a] for a in looked_up], indices.dtype)
-
-    def decoded(w: QuantizedArray, inside: jax.Array) -> jax.Array:
-        scales = rows(lax.stop_gradient(w.scale_values()), spans["scales"], inside)
-        for a in kept:
-            span = spans["scales"][a]
-            if span > 1 and sizes[a] == shape[a]:
-                scales = repeated(scales, place[a] - scales.ndim, span, shape[a])
-        codes = [rows(getattr(w, name), spans[name], inside) for name in w.packing]
-        if ndim - 1 in place:  # codes unpack along the last axis
-            at = place[ndim - 1]
-            values = w.unpacked_levels(*(jnp.moveaxis(component, at, -1) for component in codes), length=sizes[-1])
-            values = jnp.moveaxis(values, -1, at)
-        else:
-            values = w.levels(*codes)
-        return (values * scales).astype(w.dtype)
-
-    def rows(component: jax.Array, spans: list[int], inside: jax.Array) -> jax.Array:
-        step = jnp.asarray([spans[a] if spans[a] != WHOLE else shape[a] for a in looked_up], indices.dtype)
-        counts = [component.shape[a] if sizes[a] == shape[a] or spans[a] == WHOLE else sizes[a] for a in range(ndim)]
-        # A whole axis starts at 0 whatever its span.
-        return lax.gather(component, inside // jnp.maximum(step, 1), stored_dims, counts, mode="promise_in_bounds")
-
+    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))  # wide enough for any position
+    last = gather.last_start(indices.dtype)
     inside = jnp.clip(indices, 0, last)
-    whole_rows = ndim == 2 and looked_up == [0] and kept == [1] and dims.offset_dims == (indices.ndim - 1,)
-    y = take(w, inside) if whole_rows else decoded(w, inside)
+    y = take(w, inside) if gather.takes_rows(indices.ndim) else gather.decoded(inside)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         outside = jnp.any((indices < 0) | (indices > last), axis=-1)
-        batch = [a for a in range(y.ndim) if a not in dims.offset_dims]
-        outside = outside.reshape([y.shape[a] if a in batch else 1 for a in range(y.ndim)])
+        outside = outside.reshape([1 if a in dims.offset_dims else n for a, n in enumerate(y.shape)])
         y = jnp.where(outside, jnp.asarray(jnp.nan if fill_value is None else fill_value, y.dtype), y)
-    if w.transposed and ndim - 1 in place and ndim - 2 in place:
-        y = jnp.swapaxes(y, place[ndim - 1], place[ndim - 2])
+    if w.transposed and {w.ndim - 1, w.ndim - 2} <= {*gather.place}:
+        y = jnp.swapaxes(y, gather.place[w.ndim - 1], gather.place[w.ndim - 2])
     return y
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from ._compat import asks_for_type
+from ._indexing import DENSE_TYPES, OPERAND, get_item, joined_index, split_indices
 
 _STATIC = "lowbit_static"
-DENSE_TYPES = (jax.Array, np.ndarray, np.generic)
-_OPERAND_TYPES = (*DENSE_TYPES, bool, int, float, complex)
+OPERAND_TYPES = (*DENSE_TYPES, bool, int, float, complex)
 
 
 def aux_field(**kwargs: Any) -> Any:
@@ -38,12 +38,12 @@ def aux_field(**kwargs: Any) -> Any:
 
 def _both_sides(fn: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def on_the_left(self: Any, other: Any) -> Any:
-        if not isinstance(other, (*_OPERAND_TYPES, ImplicitArray)):
+        if not isinstance(other, (*OPERAND_TYPES, ImplicitArray)):
             return NotImplemented
         return operate(fn, self, other)
 
     def on_the_right(self: Any, other: Any) -> Any:
-        return operate(fn, other, self) if isinstance(other, _OPERAND_TYPES) else NotImplemented
+        return operate(fn, other, self) if isinstance(other, OPERAND_TYPES) else NotImplemented
 
     return on_the_left, on_the_right
 
@@ -200,8 +200,8 @@ class ImplicitArray:
         return operate(_astype, self, dtype=np.dtype(dtype))
 
     def __getitem__(self, index: Any) -> Any:
-        operands, template = _split_indices(self.shape, index)
-        return operate(_get, self, operands, template=template)
+        operands, template = split_indices(self.shape, index)
+        return operate(get_item, self, operands, template=template)
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is not found otherwise. No attributes of the class, which would be defaults of fields so named.
@@ -209,9 +209,7 @@ class ImplicitArray:
             return functools.partial(_call_method, self, name, None)
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
-        if (
-            hasattr(type(self), name) and name != "__jax_array__"
-        ):  # a property that raised AttributeError: the same again
+        if hasattr(type(self), name) and name != "__jax_array__":  # a property that raised AttributeError
             return object.__getattribute__(self, name)
         message = f"{type(self).__name__!r} object has no attribute {name!r}"
         if not name.startswith("_") and (name in _HOST_NAMES or hasattr(jax.Array, name)):
@@ -388,15 +386,15 @@ def _call_method(array: ImplicitArray, name: str, index: Any, *args: Any, **kwar
     ]
     operands = [x for x, is_one in zip(given, is_operand, strict=True) if is_one]
     # With their types: 1 == 1.0 == True, but what they give may differ.
-    static = tuple((_OPERAND, None) if is_one else (type(x), x) for x, is_one in zip(given, is_operand, strict=True))
+    static = tuple((OPERAND, None) if is_one else (type(x), x) for x, is_one in zip(given, is_operand, strict=True))
     at, template = index or ([], None)
     return operate(_method, array, at, operands, name=name, template=template, tree=tree, rest=static)
 
 
 def _method(array: Any, at: list[Any], operands: list[Any], *, name: str, template: Any, tree: Any, rest: Any) -> Any:
     left = iter(operands)
-    args, kwargs = jax.tree.unflatten(tree, [next(left) if kind is _OPERAND else x for kind, x in rest])
-    target = array if template is None else array.at[_joined_index(at, template)]
+    args, kwargs = jax.tree.unflatten(tree, [next(left) if kind is OPERAND else x for kind, x in rest])
+    target = array if template is None else array.at[joined_index(at, template)]
     return getattr(target, name)(*args, **kwargs)
 
 
@@ -427,57 +425,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# --- indexing: integers and arrays are operands, the rest of the index is static
-
-_OPERAND = "operand"
-
-
-def _split_indices(shape: tuple[int, ...], index: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """The operands of an index, and the rest of it."""
-    operands: list[Any] = []
-    items = index if isinstance(index, tuple) else (index,)
-    if any(_is_mask(item) for item in items):
-        # Positions outside would be clipped. Numpy knows whether a mask fits, on an array that takes no memory.
-        np.broadcast_to(False, shape)[tuple(np.asarray(i) if isinstance(i, jax.Array) else i for i in items)]
-    return operands, tuple(entry for item in items for entry in _split_index(item, operands))
-
-
-def _is_mask(item: Any) -> bool:
-    return getattr(item, "dtype", None) == np.bool_ and item.ndim > 0
-
-
-def _split_index(item: Any, operands: list[Any]) -> list[Any]:
-    if isinstance(item, slice):
-        bounds = (item.start, item.stop, item.step)
-        return [tuple(None if b is None else operator.index(b) for b in bounds)]
-    if item is None or item is Ellipsis:
-        return [item]
-    if _is_mask(item):
-        # The size of the result depends on the values, so they must be known here.
-        positions = np.nonzero(np.asarray(item))
-        operands.extend(positions)
-        return [_OPERAND] * len(positions)
-    if isinstance(item, (int, *DENSE_TYPES)) and not isinstance(item, (bool, np.bool_)):
-        operands.append(item)
-        return [_OPERAND]
-    raise TypeError(
-        f"Cannot index with {item!r}: pass integers, slices, None, Ellipsis or arrays, in a tuple for several axes."
-    )
-
-
-def _joined_index(operands: list[Any], template: tuple[Any, ...]) -> tuple[Any, ...]:
-    left = iter(operands)
-
-    def item(entry: Any) -> Any:
-        if entry == _OPERAND:
-            return next(left)
-        return slice(*entry) if isinstance(entry, tuple) else entry
-
-    return tuple(item(entry) for entry in template)
-
-
-def _get(array: jax.Array, operands: list[Any], *, template: tuple[Any, ...]) -> jax.Array:
-    return array[_joined_index(operands, template)]
+# --- updates
 
 
 class _At:
@@ -487,7 +435,7 @@ class _At:
         self._array = array
 
     def __getitem__(self, index: Any) -> "_AtIndex":
-        return _AtIndex(self._array, _split_indices(self._array.shape, index))
+        return _AtIndex(self._array, split_indices(self._array.shape, index))
 
 
 class _AtIndex:

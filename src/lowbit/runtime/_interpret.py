@@ -14,7 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from . import _compat
-from ._array import DENSE_TYPES, ImplicitArray, dense, is_implicit
+from ._array import ImplicitArray, dense, is_implicit
+from ._indexing import DENSE_TYPES
 from ._register import apply_rules, describe
 from ._settings import Setting
 

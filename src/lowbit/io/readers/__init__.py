@@ -4,10 +4,22 @@ import os
 from pathlib import Path
 
 from .._directory import check_whole
-from ._base import Reader
+from ._base import Reader, is_stored
 from .gguf import GGUFFile
 from .lowbit import LowbitDir, LowbitFile, is_lowbit_file
 from .safetensors import WEIGHTS, HuggingFaceDir, SafetensorsFile
+
+__all__ = [
+    "WEIGHTS",
+    "GGUFFile",
+    "HuggingFaceDir",
+    "LowbitDir",
+    "LowbitFile",
+    "Reader",
+    "SafetensorsFile",
+    "is_stored",
+    "open_tensors",
+]
 
 
 def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Reader:
