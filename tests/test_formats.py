@@ -342,7 +342,7 @@ def test_errors_say_what_to_do(format: lowbit.Format) -> None:
         format.quantize(q)
     assert str(error.value) == (
         f"Cannot quantize a {type(q).__name__} to '{name}': it is quantized already. "
-        "Pass its .materialize() to quantize it once more."
+        "Pass its .materialize() to quantize it again."
     )
 
 
@@ -381,7 +381,7 @@ def test_errors_of_single_formats() -> None:
     with pytest.raises(TypeError) as error:
         Array8B(weight=jnp.ones((2, 2), jnp.int8), zero_point=0)
     assert str(error.value) == "Array8B is made of weight, scale: missing ['scale'], not known ['zero_point']."
-    with pytest.raises(TypeError, match="dtype=int32 for 'int8': a scaled array reads as a floating-point dtype"):
+    with pytest.raises(TypeError, match="dtype=int32 for 'int8': a scaled array must have a floating-point dtype"):
         Array8B.quantize(w, dtype=jnp.int32)
     with pytest.raises(TypeError, match="Cannot quantize an array of dtype int32 to 'int8'"):
         Array8B.quantize(jnp.ones((2, 2), jnp.int32))

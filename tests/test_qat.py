@@ -306,5 +306,5 @@ def test_clip_raises_for_a_format_without_a_largest_level(monkeypatch: pytest.Mo
     assert_equal(straight_through(w, "plain"), straight_through(w, "int8"))
     with pytest.raises(ValueError, match="clip=2 needs the largest level of 'plain'"):
         straight_through(w, "plain", clip=2)
-    with pytest.raises(ValueError, match="The format 'plain' finds its scales itself"):
+    with pytest.raises(ValueError, match="The format 'plain' computes its scales itself"):
         lowbit.quantize(w, "plain", scale=jnp.ones((64, 1)))

@@ -1,4 +1,4 @@
-"""The one entrance: which format, in which blocks, and how its products run."""
+"""quantize() and its configuration: format, block size, axis, and how products run."""
 
 import dataclasses
 import enum
@@ -15,7 +15,7 @@ from .runtime import dense, ste
 
 
 class QuantizationType(enum.StrEnum):
-    """The formats by name. A plain string does as well, also for formats of your own.
+    """The built-in formats by name. A plain string works as well, also for custom formats.
 
     >>> import lowbit
     >>> lowbit.QuantizationType("nf4"), lowbit.QuantizationType.INT8 == "int8"
@@ -30,17 +30,17 @@ class QuantizationType(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-    """How to quantize, and how the array computes afterwards. Hashable.
+    """How to quantize, and how products of the array run. Hashable.
 
     - `dtype`: the format, a `QuantizationType` or its name.
     - `block_size`: how many elements along `axis` share a scale. None is the format's default: 64 for NF4, one scale
       for the whole axis for int8, ternary and binary.
-    - `axis`: along which elements share a scale. None is the axis that `x @ w` contracts, -2 (-1 of an array with one
+    - `axis`: along which elements share a scale. None is the axis that `x @ w` contracts, -2 (-1 for an array with one
       axis): the contracted axis gives the smallest error and the fastest product.
-    - `simulate`: give the dense array as it reads after quantization, with a straight-through gradient.
-    - `double_quant`: NF4's scales in 8 bits.
+    - `simulate`: return the dequantized array, with a straight-through gradient.
+    - `double_quant`: store NF4's scales in 8 bits.
     - `absmean`: ternary as in BitNet b1.58, with mean |w| for a scale and half of it for a threshold.
-    - `use_kernel`, `compute`: travel with the array; the settings of the same names win over them.
+    - `use_kernel`, `compute`: stored with the array; the settings of the same names take precedence.
 
     >>> import jax.numpy as jnp, lowbit
     >>> config = lowbit.QuantizationConfig("nf4", block_size=32, axis=-2)
@@ -125,12 +125,12 @@ def quantize(
     compute: str | None = None,
     scale: Any = None,
 ) -> Any:
-    """Quantize an array: an implicit array, or with `simulate` the dense array as it reads after quantization.
+    """Quantize an array, or with `simulate` quantize and dequantize it.
 
     - `config`: a `QuantizationConfig`, or the name of a format. The default is NF4.
-    - `scale`: the scales to round by and to store, for instance learned ones, in place of those that fit the array.
-    - The other arguments are those of `QuantizationConfig`, for use without one. Beside a config they may repeat what
-      it says; an argument that contradicts it raises a `ValueError`.
+    - `scale`: the scales to use, for instance learned ones, instead of those computed from the array.
+    - The other arguments are those of `QuantizationConfig`, for use without one. An argument that contradicts
+      the config raises a `ValueError`.
 
     >>> import jax.numpy as jnp, lowbit
     >>> w = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -165,15 +165,15 @@ def straight_through(
     clip: float | None = None,
     scale: Any = None,
 ) -> jax.Array:
-    """What `quantize(array, ...)` reads as, with the gradient of `array` itself: for training through quantization.
+    """Quantize and dequantize with a straight-through gradient, for quantization-aware training (QAT).
 
     - `config`, `dtype`, `block_size`, `axis`, `double_quant`, `absmean`: as for `quantize`.
-    - `amount`: from 0, the array itself, to 1; between them `(1 - amount) * array + amount * quantized`. It may be
-      traced: `amount=step >= 1000` is a warm-up.
-    - `clip`: no gradient for elements beyond `clip` times the largest value that their scale has a code for, so that
-      weights that cannot read as more do not grow on.
-    - `scale`: scales of the shape that is stored, which get a gradient too: that of a learned step size (LSQ,
-      arXiv:1902.08153). What is beyond the largest code has no gradient (`clip` is 1 if not given).
+    - `amount`: 1 for the quantized values, 0 for the array itself, `(1 - amount) * array + amount * quantized` between
+      them. It may be traced: `amount=step >= 1000` is a warm-up.
+    - `clip`: no gradient for elements beyond `clip` times the largest representable magnitude, so that saturated
+      weights do not grow.
+    - `scale`: learned scales, in the stored shape. They get the gradient of a learned step size (LSQ,
+      arXiv:1902.08153); `clip` is then 1 by default.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> w, x = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.ones((2, 8))
@@ -192,7 +192,7 @@ def straight_through(
     if isinstance(amount, int | float) and amount == 1:
         return through
     amount = lax.stop_gradient(jnp.asarray(amount, array.dtype))
-    return (1 - amount) * array + amount * through  # at 0 and 1, the one or the other to the bit
+    return (1 - amount) * array + amount * through  # at 0 and 1 exactly one of the two
 
 
 def resolved_config(config: QuantizationConfig | str | None, **given: Any) -> QuantizationConfig:
@@ -217,7 +217,7 @@ def resolved_config(config: QuantizationConfig | str | None, **given: Any) -> Qu
 
 
 def _contradiction(name: str, value: Any, own: Any) -> ValueError:
-    value, own = (str(v) if isinstance(v, str) else v for v in (value, own))  # a format by its name
+    value, own = (str(v) if isinstance(v, str) else v for v in (value, own))  # a format as plain text
     return ValueError(
         f"{name}={value!r} contradicts the config, which has {name}={own!r}: leave one of them out, or pass "
         f"dataclasses.replace(config, {name}={value!r})."
@@ -225,7 +225,7 @@ def _contradiction(name: str, value: Any, own: Any) -> ValueError:
 
 
 def default_block_size(format: Format) -> int | None:
-    """The block size that a format takes where none is asked for; None for one scale along the whole axis."""
+    """The default block size of a format; None for one scale along the whole axis."""
     parameter = inspect.signature(format.quantize).parameters.get("block_size")
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
@@ -241,23 +241,23 @@ def _quantize(array: Any, config: QuantizationConfig, scale: Any = None) -> Quan
     options = format_options(config)
     if scale is not None:
         if config.format.top is None:
-            raise ValueError(f"The format {str(config.dtype)!r} finds its scales itself: scale= is not for it.")
+            raise ValueError(f"The format {str(config.dtype)!r} computes its scales itself and does not take scale=.")
         options["scale"] = scale
     quantized = config.format.quantize(array, **options)
     return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
 
 
 def _within_range(array: jax.Array, config: QuantizationConfig, clip: float | None, scale: Any) -> jax.Array:
-    """The straight-through value with no gradient beyond the largest code, and one for the scale if that is given."""
+    """The straight-through value without gradient beyond the largest level, and with one for a given scale."""
     if config.format.top is None:
         raise ValueError(f"clip={clip} needs the largest level of {str(config.dtype)!r}, and its Format has no `top`.")
     if clip is not None and not clip > 0:
-        raise ValueError(f"clip={clip} must be positive: it counts in the largest value that a scale has a code for.")
+        raise ValueError(f"clip={clip} must be positive: it is in units of the largest representable magnitude.")
     quantized = _quantize(lax.stop_gradient(array), config, scale)
     value = quantized.materialize()
     scales = quantized.scale_values() if scale is None else jnp.asarray(scale, jnp.float32)
     wide = spread(scales, quantized.spans, array.shape)
-    # A scale is rounded, and may fall short of the weight that it was made for by that.
+    # A scale is rounded, so its largest level may be slightly below the weight it was computed from.
     limit = (1 if clip is None else clip) * config.format.top * (1 + 1e-6)
     fits = jnp.abs(array) <= limit * wide
     through = ste(lambda _: value)(jnp.where(fits, array, lax.stop_gradient(array)))

@@ -1,6 +1,6 @@
-"""What the bits mean. One file per format; no primitives, no platforms.
+"""Formats: what the stored bits mean. One file per format; no primitives, no platforms.
 
-A format of your own is a subclass of `QuantizedArray` written with the functions below: `examples/new_format.py`.
+A custom format is a subclass of `QuantizedArray`, written with the functions below: see `examples/new_format.py`.
 """
 
 from ._inputs import axis_spans, checked_input, finite_or_nan, raise_if_not_finite

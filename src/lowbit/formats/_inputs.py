@@ -1,4 +1,4 @@
-"""What every `quantize` starts and ends with: checks of its arguments, and of what it was given."""
+"""Checks of the arguments and inputs of `quantize`, shared by all formats."""
 
 import operator
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .blocks import WHOLE, stored_length
 def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:
     """Spans for one scale along `axis` (an int or several), or for each block of a single axis.
 
-    None is the axis that `x @ w` contracts: -2, or -1 of an array with one axis.
+    None is the axis that `x @ w` contracts: -2, or -1 for an array with one axis.
     """
     ndim = len(shape)
     axis = (-2 if ndim > 1 else -1) if axis is None else axis
@@ -35,10 +35,10 @@ def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple
 
 
 def checked_dtype(dtype: Any, array: jax.Array, format: str) -> np.dtype:
-    """The dtype that the array is to read in, default its own."""
+    """The dtype of the quantized array, by default that of the input."""
     dtype = np.dtype(array.dtype if dtype is None else dtype)
     if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype={dtype} for {format!r}: a scaled array reads as a floating-point dtype.")
+        raise TypeError(f"dtype={dtype} for {format!r}: a scaled array must have a floating-point dtype.")
     return dtype
 
 
@@ -53,7 +53,7 @@ def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Arr
     if isinstance(array, ImplicitArray):
         raise TypeError(
             f"Cannot quantize a {type(array).__name__} to {format!r}: it is quantized already. "
-            "Pass its .materialize() to quantize it once more."
+            "Pass its .materialize() to quantize it again."
         )
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating) and not (
@@ -69,7 +69,7 @@ def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Arr
 
 
 def checked_scale(scale: Any, shape: Sequence[int], spans: Sequence[int], format: str) -> jax.Array | None:
-    """Scales that were given, if they are as many as the format stores; NaN where they are none."""
+    """Check scales given by the user against the shape that the format stores. Unusable ones become NaN under jit."""
     if scale is None:
         return None
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
@@ -87,16 +87,16 @@ def checked_scale(scale: Any, shape: Sequence[int], spans: Sequence[int], format
 
 
 def finite_or_nan(scales: jax.Array) -> jax.Array:
-    """Scales as stored: a block with NaN or infinity in it gets a NaN, and so reads as NaN."""
+    """Replace infinite scales by NaN, so that a block with NaN or infinity decodes to NaN."""
     scales = scales.astype(jnp.float32)
     return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
 
 
 def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str) -> None:
-    """Outside of a trace, say what is wrong with the input. Reads the scales; the input only to say where."""
+    """Outside of a trace, raise if a scale is NaN, with the position of the first bad value."""
     if isinstance(scales, Tracer) or not bool(jnp.isnan(scales).any()):
         return
-    # A float64 beyond float32 is finite, but its scale is not.
+    # A float64 value beyond the range of float32 is finite, but its scale is not.
     with np.errstate(over="ignore"):
         bad = ~np.isfinite(np.asarray(array).astype(np.float32))
     if not bad.any():

@@ -22,7 +22,7 @@ def span_of(spans: Sequence[int], axis: int) -> int:
 
 
 def trimmed(spans: Sequence[int]) -> tuple[int, ...]:
-    """Without the ones in front, so that equal spans are equal tuples."""
+    """Drop leading ones, so that equal spans are equal tuples."""
     found = [i for i, span in enumerate(spans) if span != 1]
     return tuple(spans[found[0] :]) if found else ()
 
@@ -36,7 +36,7 @@ def axis_slice(x: jax.Array, axis: int, start: int, stop: int) -> jax.Array:
 
 
 def repeated(x: jax.Array, axis: int, times: int, length: int) -> jax.Array:
-    """Each element `times` times along `axis` (from the end), cut to `length`."""
+    """Repeat each element `times` times along `axis` (from the end), truncated to `length`."""
     if times == 1:
         return axis_slice(x, axis, 0, length)
     at = x.ndim + axis
@@ -48,7 +48,7 @@ def repeated(x: jax.Array, axis: int, times: int, length: int) -> jax.Array:
 
 
 def spread(x: jax.Array, spans: Sequence[int], shape: Sequence[int]) -> jax.Array:
-    """One element per array element; size 1 is left on axes that one element covers whole."""
+    """Broadcast to one element per array element; axes covered by a single element keep size 1."""
     for axis in range(-len(spans), 0):
         if spans[axis] != WHOLE:
             x = repeated(x, axis, spans[axis], shape[axis])
@@ -73,24 +73,24 @@ def _reduce(fn: Callable[..., jax.Array], x: jax.Array, spans: Sequence[int]) ->
 
 
 def block_max(x: jax.Array, spans: Sequence[int]) -> jax.Array:
-    """The largest |x| of each block; infinite where one is NaN, which not every backend's maximum would notice."""
+    """The largest |x| of each block; infinite if one is NaN, since not every backend's maximum propagates NaN."""
     size = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
     return _reduce(partial(jnp.max, initial=0), size, spans)
 
 
 def block_sum(x: jax.Array, spans: Sequence[int]) -> jax.Array:
-    """The sum of each block, to the bit the same however the other axes are cut."""
+    """The sum of each block, bit for bit the same however the other axes are sliced or sharded."""
     return _reduce(ordered_sum, x, spans)
 
 
 def ordered_sum(x: jax.Array, axis: int, *, keepdims: bool = False) -> jax.Array:
-    """The sum along an axis, of two neighbours at a time: the compiler would choose an order for each shape.
+    """The sum along an axis in a fixed pairwise order; the compiler would choose one for each shape.
 
-    Along the last axis the neighbours are runs, which are as fast as rows. Products in `x` must not be of two
-    unknowns, since one more choice of the compiler is to add without rounding them first.
+    Along the last axis runs of elements are added, which is as fast as adding rows. `x` must not be a product of two
+    variables, since the compiler may fuse it with the addition and skip a rounding.
     """
     at = axis % x.ndim
-    if jax.typeof(x).sharding.spec[at] is not None:  # an explicit mesh cuts it: each device adds its own first
+    if jax.typeof(x).sharding.spec[at] is not None:  # sharded over explicit axes: each device adds its own shard
         return jnp.sum(x, axis=at, keepdims=keepdims)
     lead, n, tail = x.shape[:at], x.shape[at], x.shape[at + 1 :]
     run = 1 if tail else _RUN
@@ -104,11 +104,11 @@ def ordered_sum(x: jax.Array, axis: int, *, keepdims: bool = False) -> jax.Array
         half = -(-n // 2)
         x = axis_slice(x, at, 0, half) + _extended(axis_slice(x, at, half, n), at, 2 * half - n)
         n = half
-    return x if keepdims and n else jnp.sum(x, axis=at, keepdims=keepdims)  # of one, or of none
+    return x if keepdims and n else jnp.sum(x, axis=at, keepdims=keepdims)  # of one element, or of none
 
 
 def block_count(shape: Sequence[int], spans: Sequence[int]) -> np.ndarray:
-    """How many elements each block has, with size 1 on axes where that is the same everywhere."""
+    """The number of elements in each block, with size 1 on axes along which it is constant."""
     count = np.ones([1] * len(shape), np.float32)
     for axis in range(-len(spans), 0):
         length, span = shape[axis], spans[axis] or max(shape[axis], 1)
@@ -120,7 +120,7 @@ def block_count(shape: Sequence[int], spans: Sequence[int]) -> np.ndarray:
 
 
 def covered(box: Sequence[tuple[int, int]], spans: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Where the elements of a part of some spans and shape begin and end that cover a box of the array."""
+    """The range along each axis of the elements of a component that cover a box of the array."""
     covers = [span_of(spans, axis) for axis in range(-len(box), 0)]
     return tuple(
         (0, n) if span == WHOLE else (start // span, -(-stop // span))
@@ -129,7 +129,7 @@ def covered(box: Sequence[tuple[int, int]], spans: Sequence[int], shape: Sequenc
 
 
 def pack(codes: jax.Array, per_byte: int) -> jax.Array:
-    """`per_byte` codes in each uint8 along the last axis, the first in the highest bits, zeros at the end."""
+    """Pack `per_byte` codes into each uint8 along the last axis, the first in the highest bits, padded with zeros."""
     if per_byte == 1:
         return codes
     bits = 8 // per_byte
@@ -143,7 +143,7 @@ def pack(codes: jax.Array, per_byte: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, per_byte: int) -> jax.Array:
-    """The codes of `pack`, with those of the filled-up end."""
+    """Unpack the codes of `pack`, padding included."""
     if per_byte == 1:
         return packed
     bits = 8 // per_byte

@@ -1,4 +1,4 @@
-"""What the components of an array may hold: `jax.tree.map` calls its function on each, and may give them anything."""
+"""Checks of components, since `jax.tree.map` may replace each of them by anything."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,13 @@ from .blocks import WHOLE
 
 SCALE_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 CODE_DTYPES = tuple(map(np.dtype, (jnp.uint8, jnp.int8)))
-_CHUNK = 1 << 16  # bytes that are checked at a time, few enough for the cache
+_CHUNK = 1 << 16  # bytes checked at a time, to stay in the cache
 
 
 def check_dtypes(array: Any) -> None:
     """Raise a TypeError where a component has a dtype that the format does not store.
 
-    JAX unflattens with objects of its own in the place of components: what has no dtype passes, and so do the tangents
-    of integers.
+    JAX unflattens with placeholders: components without a dtype pass, and so do the tangents of integers.
     """
     for name, wanted in array.component_dtypes().items():
         dtype = getattr(getattr(array, name), "dtype", None)
@@ -34,7 +33,7 @@ def check_dtypes(array: Any) -> None:
 
 
 def check_codes(array: Any) -> None:
-    """Raise a ValueError where a code is out of the format's range; codes that are traced or elsewhere pass."""
+    """Raise a ValueError if a code is out of the format's range. Traced codes, and those on other hosts, pass."""
     if array.code_range is None:
         return
     lowest, highest = array.code_range
@@ -57,7 +56,7 @@ def check_codes(array: Any) -> None:
 
 
 def _fields(stored: np.ndarray, per_byte: int) -> list[np.ndarray]:
-    """The codes of each position in a byte."""
+    """The codes at each position in a byte."""
     if per_byte == 1:
         return [stored]
     bits = 8 // per_byte
@@ -74,7 +73,9 @@ def spans_of_scales(
 ) -> list[int]:
     """The spans of scales of a given shape. Raises if `block_size` is not given and more than one would fit."""
     if len(scales) != len(shape):
-        raise ValueError(f"A {cls.__name__} of {len(shape)} axes needs scales of as many, not of shape {scales}.")
+        raise ValueError(
+            f"A {cls.__name__} of {len(shape)} axes needs scales with as many axes, not of shape {scales}."
+        )
     if axis is not None:
         spans = list(axis_spans(shape, axis, block_size))
     else:

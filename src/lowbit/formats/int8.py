@@ -83,7 +83,7 @@ def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = 
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     scales = _scale_of_max(block_max(array, spans))
     scales = scales if scale is None else jnp.where(jnp.isnan(scales), jnp.nan, scale)
-    # Also where the scale is 0, which the division must not meet, or NaN, which has no int8.
+    # Divide by infinity where the scale is 0 or NaN, so that the codes are 0.
     usable = jnp.where(scales > 0, scales, jnp.inf)
     codes = jnp.round(array / spread(usable, spans, array.shape))
     return jnp.clip(jnp.nan_to_num(codes), -127, 127).astype(jnp.int8), scales

@@ -36,7 +36,7 @@ LEVELS = np.array([
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ], np.float32)
 # fmt: on
-GROUP = 256  # scales that share one of their own
+GROUP = 256  # scales that share a group scale
 _TABLE = 65536  # steps of [-1, 1] in which bitsandbytes looks up the code of a scale
 
 
@@ -73,10 +73,10 @@ class ArrayNF4(QuantizedArray):
         """Quantize a dense array.
 
         - `block_size`: how many elements along `axis` share a scale; a power of two from 16 to 4096.
-        - `axis`: default -2, the one that `x @ w` contracts, or -1 of an array with one axis.
+        - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis.
         - `double_quant`: store the scales in 8 bits, 4.127 bits a weight in all.
-        - `dtype`: of the array as it reads; default the input's.
-        - `scale`: the scales to round by, if not max |w|; what is beyond them is cut.
+        - `dtype`: the dtype of the array; default that of the input.
+        - `scale`: the scales to round by instead of max |w|; values beyond them are clipped.
         """
         array = checked_input(array, "nf4")
         dtype = checked_dtype(dtype, array, "nf4")
@@ -120,7 +120,7 @@ class ArrayNF4(QuantizedArray):
         if coded is None:
             return super().scale_values()
         codes, groups, offset, table = coded
-        # Each looks its group up by number. Groups repeated for their members in a row would not be cut as those are.
+        # Look the group of each scale up by number: repeated group scales would not be sharded as the scales are.
         matrix = codes.shape[-2:]
         number = jnp.arange(math.prod(matrix)).reshape(matrix) // GROUP
         tops = jnp.take(groups.reshape(*codes.shape[:-2], groups.shape[-1]), number, axis=-1)
@@ -138,7 +138,7 @@ class ArrayNF4(QuantizedArray):
 
 
 def _choose(codes: jax.Array, values: np.ndarray) -> jax.Array:
-    """`values[codes]` by halving: selects work inside a tile and on any mesh, where a gather does not."""
+    """`values[codes]` by selects, which work inside a kernel's tile and on any mesh, where a gather does not."""
     chosen = [jnp.float32(v) for v in values]
     bit = 1
     while len(chosen) > 1:
@@ -149,7 +149,7 @@ def _choose(codes: jax.Array, values: np.ndarray) -> jax.Array:
 
 
 def _looked_up(table: jax.Array, codes: jax.Array) -> jax.Array:
-    """`table[codes]`, cut as the codes are, which a mesh with explicit axes must be told."""
+    """`table[codes]`, sharded as the codes are, which has to be stated on explicit axes."""
     told = {"out_sharding": jax.typeof(codes).sharding} if explicit_axes(jax.typeof(codes)) else {}
     return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds", **told)
 
@@ -168,7 +168,7 @@ def _encode(
     explicit = explicit_axes(jax.typeof(scales))
     if not explicit:
         return components | _encode_scales(scales)
-    # Groups are of all scales of a matrix, wherever they lie. JAX would be told how for each step.
+    # Groups span all scales of a matrix, on whichever device. Automatic axes spare a sharding for every step.
     where: Any = jax.typeof(scales).sharding
     groups = PartitionSpec(*where.spec[:-2], *[None] * min(scales.ndim, 2))
     out = {"scales": where, "group_absmax": where.update(spec=groups), "offset": where.update(spec=groups)}
@@ -180,11 +180,11 @@ def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = 
     array = array.astype(jnp.float32)
     scales = finite_or_nan(block_max(array, spans))
     scales = scales if scale is None else jnp.where(jnp.isnan(scales), jnp.nan, scale)
-    # The reciprocal of a very large scale would be no normal float. A power of two changes no bit.
+    # The reciprocal of a very large scale would be subnormal. Scaling by a power of two is exact.
     shrink = jnp.where(scales > 1e30, np.float32(2.0**-20), 1)
     inverse = 1 / jnp.where(scales > 0, scales * shrink, 1)
     relative = array * spread(shrink, spans, array.shape) * spread(inverse, spans, array.shape)
-    # The nearest level: how many of the midpoints lie below. On a midpoint, the lower.
+    # The nearest level is the number of midpoints below. A value on a midpoint takes the lower level.
     midpoints = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
     codes = functools.reduce(jnp.add, [(relative > m).astype(jnp.uint8) for m in midpoints])
     return pack(codes, 2), scales
@@ -194,7 +194,7 @@ def _encode_scales(scales: jax.Array) -> dict[str, jax.Array]:
     lead = scales.shape[:-2]
     flat = scales.reshape(*lead, math.prod(scales.shape[len(lead) :]))
     finite = jnp.isfinite(flat)
-    # Of the finite ones, so that a NaN spoils its own group only.
+    # The mean of the finite scales, so that a NaN affects its own group only.
     count = jnp.maximum(finite.sum(-1, keepdims=True), 1).astype(jnp.float32)
     offset = ordered_sum(jnp.where(finite, flat, 0), -1, keepdims=True) / count
     groups = jnp.pad(flat - offset, [(0, 0)] * len(lead) + [(0, -flat.shape[-1] % GROUP)])
@@ -215,7 +215,7 @@ def _encode_scales(scales: jax.Array) -> dict[str, jax.Array]:
 
 @functools.cache
 def dynamic_map() -> np.ndarray:
-    """The 256 values of an 8-bit scale: 0, 1, and for e = 0..6 the centres of 2^e cells of [0.1, 1] by +-10^(e-6)."""
+    """The 256 values of an 8-bit scale: 0, 1, and for e = 0..6 +-10^(e-6) times the centres of 2^e cells of [0.1, 1]"""
     low, values = np.float32(0.1), [0.0, 1.0]
     for e in range(7):
         n = 2**e

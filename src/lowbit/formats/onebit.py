@@ -1,13 +1,13 @@
 """Ternary and binary: 2 bits and 1 bit a weight.
 
-    ternary: value = (code - 1) * scale, code in 0, 1, 2     |w| > threshold keeps its sign, the rest is 0
-    binary:  value = (2 * code - 1) * scale, code in 0, 1    the sign, of 0 too: +1
+    ternary: value = (code - 1) * scale, code in 0, 1, 2     the sign where |w| > threshold, else 0
+    binary:  value = (2 * code - 1) * scale, code in 0, 1    the sign, +1 for 0
 
 Components: `weight` uint8, four (ternary) or eight (binary) codes a byte along the last stored axis, the first in the
 highest bits; `scale` float32, size 1 along the axes that share a scale, or one for each block.
 The threshold is half the standard deviation of the elements that share a scale, and the scale the one with the least
 squared error: the mean |w| of the elements that are not 0. `absmean` is the ternary of BitNet b1.58 (arXiv:2402.17764):
-the scale is the mean |w| of all elements, and the threshold half of it, so that codes are round(w / scale), cut to 1.
+the scale is the mean |w| of all elements and the threshold half of it, so levels are round(w / scale), clipped to 1.
 """
 
 from functools import partial
@@ -72,13 +72,13 @@ class Array1B(QuantizedArray):
 
         - `axis`: the axis or axes along which one scale is shared; default -2, the one that `x @ w` contracts.
         - `block_size`: one scale for each block of that many elements of the (single) axis.
-        - `threshold`: what is kept, if not half the standard deviation.
-        - `scale`: False for the bare codes; or the scales to round by, where half a scale is the threshold.
+        - `threshold`: elements up to it become 0; default half the standard deviation.
+        - `scale`: False for codes without a scale; or the scales to round by, with half a scale as the threshold.
         - `absmean`: the scale is mean |w|, and half of it the threshold.
-        - `dtype`: of the array as it reads; default the input's.
+        - `dtype`: the dtype of the array; default that of the input.
 
-        Integers must be in {-1, 0, 1} ({-1, 1} for binary) and are kept exactly. Under `jit`, where values cannot be
-        looked at, other integers give codes without meaning.
+        Integers must be in {-1, 0, 1} ({-1, 1} for binary) and are kept exactly. Under `jit`, where values
+        cannot be checked, other integers give undefined codes.
         """
         if kind not in _PER_BYTE:
             raise ValueError(f"Unknown kind {kind!r} of Array1B: it must be 'ternary' or 'binary'.")
@@ -150,7 +150,7 @@ def _encode(
 ) -> tuple[jax.Array, jax.Array]:
     array = jax.lax.stop_gradient(array).astype(jnp.float32)
     top = finite_or_nan(block_max(array, spans))
-    # Relative to a power of two near the largest, so that squares neither vanish nor overflow.
+    # Relative to a power of two near the maximum, so that squares neither underflow nor overflow.
     power = jnp.clip(jnp.floor(jnp.log2(jnp.where(top > 0, top, 1))), -100, 100)
     unit = jnp.exp2(power) if scaled or threshold is None else jnp.ones_like(top)
     array = array / spread(unit, spans, array.shape)
@@ -163,7 +163,7 @@ def _encode(
             limit = 0.5 * block_sum(size, spans) / count
         elif threshold is None:
             mean = spread(block_sum(array, spans) / count, spans, array.shape)
-            # The maximum keeps the squares from being added unrounded (see `ordered_sum`).
+            # The maximum keeps the compiler from fusing square and addition (see `ordered_sum`).
             limit = 0.5 * jnp.sqrt(block_sum(jnp.maximum((array - mean) ** 2, 0), spans) / count)
         else:
             limit = threshold / unit

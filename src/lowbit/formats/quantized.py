@@ -1,4 +1,4 @@
-"""QuantizedArray: what every format fulfils.
+"""QuantizedArray: the base class of all formats.
 
 A format is a subclass with its components, `quantize` and `levels`, and a row in the table of formats.
 """
@@ -29,17 +29,17 @@ stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 
 @stored
 class QuantizedArray(ShardedArray):
-    """An array stored as codes and scales: `level(code) * scale`, in float32, read as `dtype`.
+    """An array stored as codes and scales. Its value is `level(code) * scale`, computed in float32, as `dtype`.
 
     - Every component has the rank and the axis order of the array, with a span for each axis (see `blocks`).
     - Codes are packed along the last stored axis, `packing[component]` of them in each stored element.
     - `transposed`: the last two axes are stored swapped.
-    - `index`: the array is these layers of the first stored axis: `shape == index.shape + (shape of a layer)`.
-      Only inside of `implicit`; what leaves it has its layers taken out.
-    - `spans` and `lengths` speak of stored axes, counted from the end, so that a leading axis may come and go.
-    - `lengths`: of the axes whose last byte or block is not full, for which the components alone do not tell.
+    - `index`: selects layers of the first stored axis: `shape == index.shape + (shape of a layer)`. Only inside
+      `implicit`; results of it have their layers gathered.
+    - `spans` and `lengths` count stored axes from the end, so that leading axes may be added and removed.
+    - `lengths`: the lengths of axes whose last byte or block is not full; others follow from the components.
     - The components are constants: gradients stop at them.
-    - `use_kernel`, `compute`: how its products run, unless the settings of these names say otherwise.
+    - `use_kernel`, `compute`: how its products run; the settings of these names take precedence.
     """
 
     codes: jax.Array
@@ -56,11 +56,11 @@ class QuantizedArray(ShardedArray):
     component_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
     # Optional components from which `scale_values` decodes; their leading axes are those of the array.
     scale_components: ClassVar[tuple[str, ...]] = ()
-    # The dtypes that the codes may have.
+    # The allowed dtypes of codes.
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = CODE_DTYPES
     # Multiplier that maps levels to int8, rounded unless it is 1; None if they do not fit.
     int8_multiplier: ClassVar[int | None] = None
-    # The block sizes that the format may have; None for any.
+    # The allowed block sizes; None for any.
     block_sizes: ClassVar[tuple[int, ...] | None] = None
 
     def __init_subclass__(cls, **options: Any):
@@ -70,7 +70,7 @@ class QuantizedArray(ShardedArray):
             if min(_defined_at(cls, "levels"), _defined_at(cls, "packing")) < _defined_at(cls, name):
                 setattr(cls, name, None)
 
-    # --- what a format says
+    # --- what a format declares
 
     @property
     def packing(self) -> dict[str, int]:
@@ -80,14 +80,14 @@ class QuantizedArray(ShardedArray):
     def levels(self, *codes: jax.Array) -> jax.Array:
         """The float32 values of codes before scaling, element by element; one array of codes for each code component.
 
-        Law: `materialize() == levels(...) * scale`. It must be plain jnp on codes of any shape and integer type, since
-        kernels call it on their tiles; of `self` it may use static fields only.
+        Law: `materialize() == levels(...) * scale`. It must be plain jnp on codes of any shape and integer type and
+        use static fields only, since kernels call it on their tiles.
         """
         raise NotImplementedError
 
     @classmethod
     def quantize(cls, array: Any, *args: Any, **options: Any) -> Self:
-        """The nearest array of this format."""
+        """Quantize a dense array."""
         raise NotImplementedError
 
     def scale_values(self) -> jax.Array:
@@ -95,7 +95,7 @@ class QuantizedArray(ShardedArray):
         return self.scales if self.scales.dtype == jnp.float32 else self.scales.astype(jnp.float32)
 
     def component_dtypes(self) -> dict[str, tuple[np.dtype, ...]]:
-        """The dtypes that each component may have. `shape` and all that needs it raise where one has another."""
+        """The allowed dtypes of each component. `shape` raises if a component has another."""
         coded = any(getattr(self, name) is not None for name in self.scale_components)
         scales = (np.dtype(np.uint8),) if coded else SCALE_DTYPES
         codes = dict.fromkeys(self.packing, self.code_dtypes)
@@ -103,23 +103,23 @@ class QuantizedArray(ShardedArray):
 
     @property
     def code_range(self) -> tuple[int, int] | None:
-        """The lowest and the highest code with a level; None if all codes have one, also those it never encodes to."""
+        """The lowest and highest code that has a level; None if all codes have one."""
         return None
 
     @property
     def decoder(self) -> str | None:
-        """The name of the format's decode function in the native library, if it has one there.
+        """The name of the format's decoder in the native library; None if it has none.
 
         A subclass with `levels` or `packing` of its own does not inherit it, nor `int8_multiplier`.
         """
         return None
 
     def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
-        """Scales that are codes themselves, by group: codes, scale of each group, offset, table of the codes."""
+        """Scales stored as codes: the codes, the group scales, the offset, the table of the codes; None otherwise."""
         return None
 
     def plain(self) -> Self:
-        """The same array with its scales stored as they are, ready to be moved about. Not a value changes."""
+        """The same array with its scales decoded, so that they can be sliced and moved. No value changes."""
         if all(getattr(self, name) is None for name in self.scale_components):
             return self
         return self.replace(scales=self.scale_values(), **dict.fromkeys(self.scale_components))
@@ -128,7 +128,7 @@ class QuantizedArray(ShardedArray):
         """The same array with its scales encoded into `scale_components`. Reads the scales alone."""
         raise NotImplementedError
 
-    # --- making one
+    # --- constructors
 
     def __init__(self, *components: Any, **given: Any):
         names = list(self.component_names)
@@ -211,10 +211,10 @@ class QuantizedArray(ShardedArray):
         new.__dict__.update(kept, **changes)
         return new
 
-    # --- what it is
+    # --- shape and axes
 
     def component_spans(self) -> dict[str, tuple[int, ...]]:
-        """The spans of every component that is there."""
+        """The spans of every component."""
         return {**{name: (n,) if n > 1 else () for name, n in self.packing.items()}, "scales": self.spans}
 
     def components(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class QuantizedArray(ShardedArray):
 
     @functools.cached_property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape as stored: the stack that `index` chooses from, the last two axes in their stored order."""
+        """The shape as stored: before `index` selects layers, with the last two axes in their stored order."""
         check_dtypes(self)
         spans, lengths = self.component_spans(), dict(self.lengths)
         components = {name: getattr(self, name) for name in spans}
@@ -239,7 +239,7 @@ class QuantizedArray(ShardedArray):
             covers = {name: span_of(spans[name], axis) for name in components}
             known = {stored[name] * covers[name] for name in components if covers[name] != WHOLE}
             length = lengths.get(axis, min(known, default=1))
-            # A component may cover more than there is only in a last block or byte, of whose length `lengths` knows.
+            # A component may cover more than the axis only in a last block or byte, which `lengths` records.
             if any(stored[name] != stored_length(length, covers[name]) for name in components) or (
                 axis not in lengths and len(known) > 1
             ):
@@ -272,17 +272,17 @@ class QuantizedArray(ShardedArray):
 
     @property
     def scale_axes(self) -> tuple[int, ...]:
-        """The axes along which elements share a scale, however many."""
+        """The axes along which elements share a scale, as a tuple."""
         found = (a for a in range(-len(self.spans), 0) if self.spans[a] != 1)
         return tuple(sorted(self.swapped(a) for a in found))
 
     @property
     def block_size(self) -> int | None:
-        """How many elements share a scale along `axis`; None for all of it."""
+        """The number of elements along `axis` that share a scale; None for the whole axis."""
         return next((span for span in self.spans if span > 1), None)
 
     def swapped(self, axis: int) -> int:
-        """An axis of the array as a stored one, or back."""
+        """Map an axis of the array to its stored axis, or back."""
         return -3 - axis if self.transposed and axis in (-1, -2) else axis
 
     def logical_view(self, component: jax.Array) -> jax.Array:
@@ -299,7 +299,7 @@ class QuantizedArray(ShardedArray):
         """The scales in the axis order of the array."""
         return self.logical_view(self.resolved().scales)
 
-    # The flag alone: even a compiled identity would copy the components.
+    # These change a flag; even a compiled identity would copy the components.
 
     @property
     def mT(self) -> Self:
@@ -311,17 +311,17 @@ class QuantizedArray(ShardedArray):
     def T(self) -> Any:
         return self.mT if self.ndim == 2 else super().T
 
-    # --- back to numbers
+    # --- decoding
 
     def decode(self) -> jax.Array:
-        """The float32 values in stored order, of the layers chosen."""
+        """The float32 values of the selected layers, in stored order."""
         array = self.resolved()
         shape = array.stored_shape
         values = array.unpacked_levels(*(getattr(array, name) for name in array.packing), length=shape[-1])
         return values * spread(lax.stop_gradient(array.scale_values()), array.spans, shape)
 
     def unpacked_levels(self, *code_components: jax.Array, length: int) -> jax.Array:
-        """`levels` of codes as they are packed along the last axis, of which there are `length`."""
+        """`levels` of packed codes, `length` of them along the last axis."""
         codes = (unpack(component, n) for component, n in zip(code_components, self.packing.values(), strict=True))
         return self.levels(*(axis_slice(component, -1, 0, length) for component in codes))
 
@@ -329,7 +329,7 @@ class QuantizedArray(ShardedArray):
         return _materialize(self)
 
     def dequantize(self) -> jax.Array:
-        """`materialize()` by its other name."""
+        """An alias of `materialize`."""
         return self.materialize()
 
     def resolved(self) -> Self:
@@ -345,23 +345,23 @@ class QuantizedArray(ShardedArray):
         return self.map_components(layers, index=None)
 
     def map_components(self, fn: Callable[[Any, tuple[int, ...]], Any], **changes: Any) -> Self:
-        """The same array with `fn(component, its spans)` in the place of each component."""
+        """The same array with each component replaced by `fn(component, spans)`."""
         spans = self.component_spans() | dict.fromkeys(self.scale_components, (WHOLE, WHOLE))
         return self.replace(
             **{name: fn(component, spans[name]) for name, component in self.components().items()}, **changes
         )
 
     def times(self, number: Any) -> Self:
-        """The array multiplied by a number, which the scales take. They are float32 then, rounded once."""
+        """Multiply the array by a number: the scales, which become float32, are multiplied."""
         array = self.plain()
         return array.replace(scales=array.scale_values() * jnp.asarray(number, jnp.float32))
 
     def divided_by(self, number: Any) -> Self:
-        """The array divided by a number, which the scales take."""
+        """Divide the array by a number: the scales are divided."""
         array = self.plain()
         return array.replace(scales=array.scale_values() / jnp.asarray(number, jnp.float32))
 
-    # A number of Python's is a constant, which the compiled operators of the base class would not see.
+    # Python numbers are handled here, since the compiled operators of the base class would trace them.
 
     def _takes(self, number: Any) -> bool:
         return type(number) in (int, float) and jnp.issubdtype(self.dtype, jnp.floating)
@@ -399,7 +399,7 @@ class QuantizedArray(ShardedArray):
         return [*name, *shape, *shared, *bits, size, *sharding]
 
     def delete(self) -> None:
-        """Free the memory of the components; the array can not be used after."""
+        """Free the memory of the components. The array cannot be used afterwards."""
         for component in jax.tree.leaves(self):
             component.delete()
 

@@ -1,4 +1,4 @@
-"""How a quantized array lies over devices: its sharding from that of its components, and theirs from it."""
+"""Sharding of quantized arrays: from that of the array to that of its components, and back."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from .blocks import WHOLE, span_of, stored_length
 
 
 class ShardedArray(ImplicitArray):
-    """The sharding of a quantized array, for its logical axes."""
+    """Sharding in terms of the array's logical axes."""
 
     codes: jax.Array
     index: jax.Array | None
@@ -27,7 +27,7 @@ class ShardedArray(ImplicitArray):
 
     @property
     def sharding(self) -> Any:
-        """How the array lies over devices, as `jax.Array.sharding` says it."""
+        """The sharding of the array, as `jax.Array.sharding`."""
         stored: Any = self.codes.sharding
         spec = self.logical_spec()
         return stored if spec is None else NamedSharding(stored.mesh, spec)
@@ -38,7 +38,7 @@ class ShardedArray(ImplicitArray):
         return not self.sharding.is_fully_replicated
 
     def with_sharding(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
-        """The array laid out anew, given for its own axes; a PartitionSpec is of the mesh around, None changes nothing.
+        """Shard the array by its own axes. A PartitionSpec refers to the mesh in context; None changes nothing.
 
         >>> import jax, jax.numpy as jnp, lowbit
         >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -51,7 +51,7 @@ class ShardedArray(ImplicitArray):
         traced = isinstance(self.codes, Tracer)
         if isinstance(sharding, PartitionSpec):
             mesh = None if traced else mesh_in_context()
-            if mesh is None:  # JAX knows the mesh of a `with mesh:`, or says that there is none
+            if mesh is None:  # JAX resolves the mesh of `with mesh:`, or raises if there is none
                 specs = self.component_specs(sharding, jax.sharding.get_abstract_mesh())
                 return jax.tree.map(lax.with_sharding_constraint, self, specs)
             sharding = NamedSharding(mesh, sharding)
@@ -59,17 +59,17 @@ class ShardedArray(ImplicitArray):
         return jax.tree.map(place, self, self.component_shardings(sharding))
 
     def reshard(self, sharding: NamedSharding | PartitionSpec | None) -> Self:
-        """`with_sharding` by its other name."""
+        """An alias of `with_sharding`."""
         return self.with_sharding(sharding)
 
     def with_mesh_and_axis(self, mesh_and_axis: tuple[Any, Any]) -> Self:
-        """`with_sharding` of a mesh and a PartitionSpec, its entries, a single name for the first axis, or None."""
+        """Shard over a mesh by a PartitionSpec, its entries, a single name for the first axis, or None."""
         mesh, axis = mesh_and_axis
         entries = () if axis is None else (axis,) if isinstance(axis, str) else axis
         return self.with_sharding(NamedSharding(mesh, PartitionSpec(*entries)))
 
     def _elements(self, axis: int) -> list[int]:
-        """How many elements of the array one of each component covers, where a component has the axis at all."""
+        """The number of array elements that one element of each component covers along an axis."""
         spans = (span_of(spans, self.swapped(axis)) for spans in self.component_spans().values())
         return [span for span in spans if span != WHOLE]
 
@@ -105,7 +105,7 @@ def check_shards(
 ) -> None:
     """Raise a ValueError unless every device gets an equal shard of whole blocks and bytes.
 
-    `elements(axis)`: how many elements of the array those that are stored cover.
+    `elements(axis)`: the number of array elements that each stored element covers.
     """
     if len(spec) > len(shape):
         raise ValueError(
@@ -128,7 +128,7 @@ def check_shards(
 
 
 def explicit_axes(*types: Any) -> tuple[str, ...]:
-    """The axes of the mesh that are part of the types."""
+    """The explicit axes of the mesh."""
     mesh = next((mesh for type in types if not (mesh := type.sharding.mesh).empty), None)
     if mesh is None:
         return ()

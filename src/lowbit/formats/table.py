@@ -1,4 +1,4 @@
-"""The table of formats: a row for each, by name."""
+"""The table of formats by name."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A row of the table: how to quantize to a format, and what it costs.
+    """A row of the table of formats.
 
     - `quantize`: a function of `(array, *, axis, block_size)` and the options.
     - `error`: root mean square error on N(0, 1), in its default setting.
-    - `bits`: per weight, scales not counted.
-    - `blocked`: whether it always has blocks; otherwise a scale covers the axis if no block is asked for.
-    - `options`: what else `quantize` takes of a `QuantizationConfig`.
-    - `top`: the largest level. Only of formats whose `quantize` takes `scale=`, the scales to round by.
-    - `scale_of_max`: the scales from the largest |w| that they cover, for formats whose scales need no other number.
+    - `bits`: bits per weight, without scales.
+    - `blocked`: whether it always has blocks; otherwise the default is one scale along the whole axis.
+    - `options`: the other fields of a `QuantizationConfig` that `quantize` takes.
+    - `top`: the largest level, for formats whose `quantize` takes `scale=`.
+    - `scale_of_max`: computes scales from the largest |w| that they cover, for formats that need nothing else.
     """
 
     name: str
@@ -40,12 +40,12 @@ FORMATS: dict[str, Format] = {}
 
 
 def register_format(format: Format, *, replace: bool = False) -> Format:
-    """Add a row: from then on every test, tool and `quantize` knows the format by its name.
+    """Register a format, so that `quantize` and all tools find it by name.
 
-    A name that another format has raises a `ValueError`, unless `replace` says that this one takes its place.
+    A name that is taken raises a `ValueError`, unless `replace` is True.
 
     >>> import lowbit
-    >>> lowbit.register_format(lowbit.FORMATS["int8"]).name  # the same once more
+    >>> lowbit.register_format(lowbit.FORMATS["int8"]).name  # registering the same row again is fine
     'int8'
     """
     known = FORMATS.get(format.name)
@@ -59,7 +59,7 @@ def register_format(format: Format, *, replace: bool = False) -> Format:
 
 
 def format_of(array: Any) -> Format | None:
-    """The row whose `quantize` makes arrays like this one, if there is one."""
+    """The row whose `quantize` makes arrays like this one, or None."""
     for row in FORMATS.values():
         # A row has a class's own `quantize`, or that with some arguments fixed (`functools.partial`).
         made_by = getattr(getattr(row.quantize, "func", row.quantize), "__self__", None)

@@ -1,4 +1,4 @@
-"""What `jax.export` has to be told about the kernels."""
+"""What `jax.export` needs to accept the kernels."""
 
 from jax import export
 

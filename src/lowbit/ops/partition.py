@@ -1,7 +1,7 @@
 """Operations over several devices: each device runs the operation on its own shards of the components.
 
-The compiler cannot look into a kernel, and left to itself it would move codes and scales one by one. So an operation
-says which axes of its operands correspond, and what to do where the axis that it sums over is sharded.
+A kernel is opaque to the compiler, which would move codes and scales one by one. So an operation states which axes of
+its operands correspond, and what to do if the axis that it sums over is sharded.
 """
 
 import itertools

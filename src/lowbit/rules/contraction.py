@@ -1,4 +1,4 @@
-"""Products: bring any contraction to x[*batch, *rows, k] against one stored axis of the weight."""
+"""Products: rewrite any contraction as x[*batch, *rows, k] against one stored axis of the weight."""
 
 import math
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _product(
     layers = 0 if w.index is None else w.index.ndim
     if sorted(batch[1])[:layers] != list(range(layers)):
         w = w.resolved()
-    # Axes in stored order, for the weight is the one that should not move.
+    # Axes in stored order, so that the weight is not moved.
     stored = [w.swapped(a - w.ndim) + w.ndim for a in range(w.ndim)]
     partner = dict(zip((*batch[1], *summed[1]), (*batch[0], *summed[0]), strict=True))
     w_batch = [a for a in stored if a in batch[1]]
@@ -57,7 +57,7 @@ def _product(
     w_free = [a for a in stored if a not in partner]
     matrix, contract = _as_matrix(w, stored, w_batch, w_sum, w_free)
     if matrix is NotImplemented:
-        # Axes become one only where those that share a scale come last.
+        # Axes can be merged only if those that share a scale come last.
         def covered(a: int) -> float:
             length = max(w.shape[a], 1)
             return min(span_of(w.spans, w.swapped(a - w.ndim)) or length, length) / length
@@ -72,7 +72,7 @@ def _product(
 
     rows = lax.transpose(x, [*x_batch, *x_free, *x_sum])
     rows = rows.reshape(*rows.shape[: rows.ndim - len(x_sum)], matrix.shape[contract])
-    # Positions of the result's axes in (batch, rows, free) as they lie here.
+    # Positions of the result's axes in (batch, rows, free).
     found = {("w", a): i for i, a in enumerate(w_batch)}
     found |= {("x", a): len(w_batch) + i for i, a in enumerate(x_free)}
     found |= {("w", a): len(w_batch) + len(x_free) + i for i, a in enumerate(w_free)}

@@ -1,4 +1,4 @@
-"""Arithmetic that the scales can take. Everything else elementwise goes dense."""
+"""Arithmetic that acts on the scales alone. All other elementwise primitives go dense."""
 
 from typing import Any
 

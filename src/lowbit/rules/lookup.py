@@ -1,4 +1,4 @@
-"""Rows by index: decode what is taken, and nothing else."""
+"""Gather and scatter: decode only the elements that are taken."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .structural import alike, full_spans, is_packed, untransposed
 
 
 def _takes_layers(w: QuantizedArray, dims: Any, sizes: Any, index_ndim: int) -> bool:
-    """Whether a gather takes whole layers of a stack of at least matrices, which need not be copied."""
+    """Whether a gather takes whole layers of a stack of matrices, which need not be copied."""
     return (
         w.ndim >= 3
         and w.index is None
@@ -56,14 +56,14 @@ class _Gather:
         return {name: [span_of(s, a) for a in range(-self.w.ndim, 0)] for name, s in self.w.component_spans().items()}
 
     def fits(self) -> bool:
-        """Whether each component has its own elements for what is taken."""
+        """Whether what is taken has whole elements of each component."""
         shape, spans = self.w.stored_shape, self.spans.values()
         for a, (length, size) in enumerate(zip(shape, self.sizes, strict=True)):
             if size not in (1, length) and any(span[a] > 1 for span in spans):
                 return False
         if any(span[a] != 1 for a in self.dims.operand_batching_dims for span in spans):
             return False
-        last = self.w.ndim - 1  # along which bytes hold neighbours
+        last = self.w.ndim - 1  # the axis along which codes share a byte
         return not is_packed(self.w) or (last in self.place and self.sizes[last] == shape[last])
 
     def last_start(self, dtype: Any) -> jax.Array:
@@ -163,7 +163,7 @@ def _(w: QuantizedArray, indices: jax.Array, update: QuantizedArray, *, dimensio
         or not all(single[axis] or update.shape[at] == w.shape[axis] for axis, at in pairs)
         or not all(spans[axis] == new_spans[at] for axis, at in pairs)
         or not all(span == 1 for at, span in enumerate(new_spans) if at not in dims.update_window_dims)
-        or (is_packed(w) and pairs[-1:] != [(w.ndim - 1, update.ndim - 1)])  # bytes hold neighbours of the last axis
+        or (is_packed(w) and pairs[-1:] != [(w.ndim - 1, update.ndim - 1)])  # codes share a byte along the last axis
     ):
         return NotImplemented
     new = {

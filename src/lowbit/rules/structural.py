@@ -1,6 +1,6 @@
-"""Rules that move elements and keep their bits: one map over the components, with positions divided by the spans.
+"""Rules that move elements without changing their bits: each component is moved, with positions divided by its spans.
 
-What would cut a block, or put two scales into one, returns NotImplemented and goes dense by the policy.
+What would split a block, or need two scales for one element, returns NotImplemented and goes dense under the policy.
 """
 
 import math
@@ -16,7 +16,7 @@ from lowbit.formats.blocks import WHOLE, axis_slice, pack, repeated, span_of, st
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime import register
 
-# A block that is split further than this would store more scale than code.
+# Splitting a block further would store more bytes of scales than of codes.
 SMALLEST_SPLIT_BLOCK = 16
 
 
@@ -36,7 +36,7 @@ def moved_codes(
 
 
 def unpacked(w: QuantizedArray) -> dict[str, jax.Array]:
-    """The code components with one code to an element."""
+    """The code components, unpacked to one code per element."""
     length = w.stored_shape[-1]
     return {name: axis_slice(unpack(getattr(w, name), n), -1, 0, length) for name, n in w.packing.items()}
 
@@ -46,12 +46,12 @@ def is_packed(w: QuantizedArray) -> bool:
 
 
 def _layers_kept(w: QuantizedArray, axes: Sequence[int]) -> bool:
-    """Whether a rule that touches these axes leaves those of the index alone."""
+    """Whether these axes are not those of the layer index."""
     return w.index is not None and all(axis >= w.index.ndim for axis in axes)
 
 
 def _under_index(w: QuantizedArray, fn: Callable[[QuantizedArray], Any]) -> Any:
-    """`fn` on the whole stack, of which the result is again the same layers."""
+    """Apply `fn` to the whole stack; the result has the same layer index."""
     result = fn(w.replace(index=None))
     return result if result is NotImplemented else result.replace(index=w.index)
 
@@ -73,7 +73,7 @@ def permuted(w: QuantizedArray, permutation: Sequence[int]) -> QuantizedArray:
         return w
     flipped = [*order[:-2], order[-1], order[-2]]
     stay = list(range(ndim))
-    # Bytes hold neighbours of the last stored axis, so that one stays last wherever the flag can say it.
+    # Codes share bytes along the last stored axis, so that axis stays last where `transposed` can express the order.
     if flipped == stay or (order != stay and is_packed(w) and flipped[-1] == ndim - 1):
         return stored_permuted(w, flipped, transposed=True)
     return stored_permuted(w, order, transposed=False)
@@ -96,7 +96,7 @@ def stored_permuted(w: QuantizedArray, order: Sequence[int], transposed: bool) -
 
 
 def untransposed(w: QuantizedArray) -> QuantizedArray:
-    """The array stored in the order it reads, its bytes moved if they must."""
+    """The array stored in its logical axis order; moves bytes if it was stored transposed."""
     if not w.transposed:
         return w
     ndim = len(w.stored_shape)
@@ -158,7 +158,7 @@ def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
 
 @register("squeeze")
 def _(w: QuantizedArray, *, dimensions: Sequence[int]) -> Any:
-    if len(dimensions) == w.ndim:  # one element, which has no axis to store it along
+    if len(dimensions) == w.ndim:  # a single element has no axis to be stored along
         return lax.squeeze(w.materialize(), dimensions)
     return squeezed(w, dimensions)
 
@@ -174,7 +174,7 @@ def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence
     w = untransposed(w.resolved().plain())
     spans = full_spans(w)
     if any(spans[a] > 1 for a in grown):
-        return NotImplemented  # one block would become many
+        return NotImplemented  # each block would be repeated
     last = shape[-1] if len(shape) - 1 in grown or not is_packed(w) else None
 
     def grow(codes: jax.Array) -> jax.Array:
@@ -189,7 +189,7 @@ def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence
 
 
 def reshaped(w: QuantizedArray, shape: Sequence[int]) -> Any:
-    """The array in another shape, or NotImplemented where a scale would not stay with its elements."""
+    """The array in another shape, or NotImplemented if elements that share a scale would be separated."""
     if w.index is not None:
         layers = w.index.ndim
         if tuple(shape[:layers]) != w.shape[:layers]:
@@ -215,7 +215,7 @@ def _reshaped_core(w: QuantizedArray, shape: Sequence[int]) -> Any:
         return w
     w = untransposed(w)
     old_shape, old_spans = w.stored_shape, full_spans(w)
-    sizes: list[int] = []  # of the scales, the axes that go together flattened into one
+    sizes: list[int] = []  # of the scales, with each group of axes merged
     repeats: list[int] = []
     spans: list[int] = []
     for old, new in _groups(old_shape, shape):
@@ -245,7 +245,7 @@ def _reshaped_core(w: QuantizedArray, shape: Sequence[int]) -> Any:
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of axes of equal size on both sides."""
+    """The smallest groups of axes with equal size on both sides."""
     groups, i, j = [], 0, 0
     while i < len(old):
         left, right = [i], [j]
@@ -265,7 +265,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 
 
 def _joined_span(lengths: Sequence[int], spans: Sequence[int]) -> int | None:
-    """The span along axes made one: the last ones covered whole, one in part, those before not at all."""
+    """The span along merged axes: the trailing ones are covered whole, one partly, those before it not at all."""
     covers = [length if span == WHOLE else min(span, length) for length, span in zip(lengths, spans, strict=True)]
     joined, partial = 1, False
     for length, span in zip(reversed(lengths), reversed(covers), strict=True):
@@ -277,7 +277,7 @@ def _joined_span(lengths: Sequence[int], spans: Sequence[int]) -> int | None:
 
 
 def _split_span(span: int, lengths: Sequence[int]) -> tuple[int, list[int]] | None:
-    """The span that is left, and the spans of each axis, when one axis becomes these. Smaller if it must be."""
+    """The remaining span and the span of each axis when one axis is split into these; smaller than before if needed."""
     spans, left = [], span
     for length in reversed(lengths):
         if left % length == 0:
@@ -295,7 +295,7 @@ def _split_span(span: int, lengths: Sequence[int]) -> tuple[int, list[int]] | No
 @register("reshape")
 def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, sharding: Any = None) -> Any:
     del sharding  # the sharding follows from the components
-    if not new_sizes:  # one element, which has no axis to store it along
+    if not new_sizes:  # a single element has no axis to be stored along
         return lax.reshape(w.materialize(), ())
     return NotImplemented if dimensions is not None else reshaped(w, new_sizes)
 
@@ -304,18 +304,18 @@ def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, sh
 
 
 def layer(w: QuantizedArray, i: Any) -> QuantizedArray:
-    """The one layer at `i` (clamped) of the first axis, which stays with size one. No component is copied."""
+    """The layer at `i` (clamped) of the first axis, kept with size one. No component is copied."""
     i = jnp.clip(jnp.asarray(i, jnp.int32), 0, w.shape[0] - 1)[None]
     if w.index is None:
         return w.replace(index=i)
-    # A layer of a layer: both axes become one, of which the position is known.
+    # A layer of a layer: merge both axes, where the position is known.
     stacks, many = w.stored_shape[:2]
     merged = w.map_components(lambda component, _: component.reshape(stacks * many, *component.shape[2:]), index=None)
     return merged.replace(index=w.index * many + i)
 
 
 def _is_layer(w: QuantizedArray, sizes: Sequence[int]) -> bool:
-    """Whether these sizes cut one layer out of a stack of at least matrices."""
+    """Whether these sizes take one layer of a stack of matrices."""
     axes = 1 if w.index is None else 2
     return (
         w.ndim >= 3
@@ -327,7 +327,7 @@ def _is_layer(w: QuantizedArray, sizes: Sequence[int]) -> bool:
 
 
 def cut(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The window of these sizes at `starts`, which may be traced, and are in bounds."""
+    """The window of these sizes at `starts`, which may be traced and must be in bounds."""
     if _is_layer(w, sizes):
         return layer(w, starts[0])
     w = w.resolved().plain()
@@ -341,7 +341,7 @@ def cut(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
         if spans[a] == WHOLE:
             continue
         if sizes[a] == 1 and spans[a] > 1:
-            at[a], spans[a] = starts[a] // spans[a], 1  # one element needs the scale of its block only
+            at[a], spans[a] = starts[a] // spans[a], 1  # a single element needs only the scale of its block
         elif spans[a] > 1:
             start = starts[a]
             if not isinstance(start, (int, np.integer)) or start % spans[a]:
@@ -412,10 +412,9 @@ def _(w: QuantizedArray, *, sizes: Sequence[int], axis: int) -> Any:
 
 
 def alike(arrays: Sequence[Any], *, but_for: Sequence[str] = ("lengths",)) -> list[QuantizedArray] | None:
-    """The arrays in one storage order, or None where codes or scales mean different things.
+    """The arrays in one storage order, or None if their codes or scales have different meanings.
 
-    Scales of several dtypes take the one that holds them all, so that no value changes. Of the static fields, those
-    named by `but_for` may differ.
+    Scales of several dtypes are promoted, so that no value changes. Static fields named by `but_for` may differ.
     """
     if not all(type(a) is type(arrays[0]) for a in arrays):
         return None
@@ -486,7 +485,7 @@ def _(w: QuantizedArray, update: QuantizedArray, *starts: Any) -> Any:
     return w.replace(**new)
 
 
-# --- what is said of an array, not stored
+# --- dtype and sharding
 
 
 @register("convert_element_type")

@@ -1,4 +1,4 @@
-"""Arrays that JAX code takes without their numbers being there. Knows JAX, not quantization."""
+"""Implicit arrays: objects that JAX code uses as arrays without dense values. Knows JAX, not quantization."""
 
 from . import _control as _control
 from ._array import ImplicitArray, aux_field, dense, is_implicit, materialize

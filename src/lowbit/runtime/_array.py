@@ -1,4 +1,4 @@
-"""ImplicitArray: an object that JAX code can use as an array without its numbers being there."""
+"""ImplicitArray: an object that JAX code uses as an array, whose dense values are not stored."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ OPERAND_TYPES = (*DENSE_TYPES, bool, int, float, complex)
 
 
 def aux_field(**kwargs: Any) -> Any:
-    """A dataclass field that is static: part of the array's type, compared and hashed, never traced.
+    """Declare a static dataclass field: it belongs to the array's type, is compared and hashed, and never traced.
 
     >>> import dataclasses, jax.numpy as jnp, lowbit
     >>> @dataclasses.dataclass
@@ -53,23 +53,23 @@ def _unary(fn: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 class ImplicitArray:
-    """An array by its promise: subclass it as a dataclass and implement `materialize`.
+    """Base class of arrays without dense values: subclass it as a dataclass and implement `materialize`.
 
     - Fields are arrays or pytrees of arrays, and pytree children; fields made by `aux_field` are static.
     - Instances are never changed in place.
-    - JAX unflattens with anything in the place of arrays, so `__init__` is not called and nothing is checked then.
-    - `vmap` and `scan` give and take leading axes of every field: `materialize` must follow.
-    - `shape` and `dtype` are those of `materialize()`; override them where they are cheaper to say.
-    - The methods of `jax.Array` that compute something (`sum`, `max`, `take`, `at[...].set`, ...) are here by name and
-      run as inside of `implicit`; a field of a subclass may have such a name, and then it is the field.
+    - JAX unflattens with arbitrary objects as fields, so unflattening calls no `__init__` and checks nothing.
+    - `vmap` and `scan` add and remove leading axes of every field: `materialize` must support that.
+    - `shape` and `dtype` are those of `materialize()`; override them where that is cheaper.
+    - The methods of `jax.Array` that compute something (`sum`, `max`, `take`, `at[...].set`, ...) are available and
+      run as inside `implicit`; a field of a subclass with such a name takes precedence.
     """
 
     # Try a rule for (this, dense) also for (dense, this) when the operation commutes.
     commute_ops: ClassVar[bool] = True
-    # Whether the "warn" policy speaks when an array of this class goes dense.
+    # Whether the "warn" policy warns when an array of this class goes dense.
     warn_on_materialize: ClassVar[bool] = True
 
-    # numpy leaves `ndarray @ implicit` to us.
+    # Makes numpy defer `ndarray @ implicit` to this class.
     __array_ufunc__ = None
 
     def __init_subclass__(
@@ -84,26 +84,26 @@ class ImplicitArray:
             cls.commute_ops = commute_ops
         if warn_on_materialize is not None:
             cls.warn_on_materialize = warn_on_materialize
-        # `@dataclass` leaves alone what the class itself defines, and would else compare fields and print numbers.
+        # `@dataclass` keeps what the class itself defines; its own would compare fields and print dense values.
         for name in ("__eq__", "__repr__"):
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(cls, name))
         jax.tree_util.register_pytree_with_keys(cls, cls._flatten_with_keys, cls._unflatten, cls._flatten)
 
     def materialize(self) -> jax.Array:
-        """The dense array. Linear algebra on it is what every rule must agree with."""
+        """The dense array. Every rule must agree with the primitive on it."""
         raise NotImplementedError(f"{type(self).__name__} must implement materialize().")
 
     def resolved(self) -> Self:
-        """The same array with no work deferred; what `implicit` returns to its caller."""
+        """The same array with deferred work done, which is what `implicit` returns."""
         return self
 
     @property
     def is_stack(self) -> bool:
-        """Whether a layer of it, along its first axis, is made of the layers of its fields.
+        """Whether a layer along the first axis consists of the layers of its fields.
 
-        `scan` then slices each field as it would alone. Otherwise it hands in the whole array and the number of the
-        layer, which copies nothing; but a gradient of such a component is summed up whole at every step.
+        `scan` then slices each field. Otherwise its body gets the whole array and the number of the layer, which copies
+        nothing; but a gradient of such a component is accumulated whole at every step.
         """
         return False
 
@@ -114,7 +114,7 @@ class ImplicitArray:
     def component_specs(self, spec: jax.sharding.PartitionSpec, mesh: Any = None) -> Any:
         """The PartitionSpec of each field, as a tree like this array, for a PartitionSpec of the array.
 
-        With a mesh, raises a `ValueError` where the components cannot be cut like that.
+        With a mesh, raises a `ValueError` where the components cannot be sharded that way.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how its components are sharded.")
 
@@ -160,7 +160,7 @@ class ImplicitArray:
         array.__dict__.update(zip(names, static, strict=True))
         return array
 
-    # --- what an array answers
+    # --- the attributes of an array
 
     # Not data descriptors, so that a subclass may store `shape` or `dtype` as a field.
     shape: Any = functools.cached_property(lambda self: self._dense_type.shape)
@@ -181,7 +181,7 @@ class ImplicitArray:
 
     @property
     def nbytes(self) -> int:
-        """The bytes really stored."""
+        """The number of bytes stored, all components counted."""
         return sum(math.prod(component.shape) * component.dtype.itemsize for component in jax.tree.leaves(self))
 
     @property
@@ -204,7 +204,8 @@ class ImplicitArray:
         return operate(get_item, self, operands, template=template)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what is not found otherwise. No attributes of the class, which would be defaults of fields so named.
+        # Called only for names that are not found otherwise. As attributes of the class these names would be taken for
+        # the defaults of fields of the same name.
         if name in _METHODS:
             return functools.partial(_call_method, self, name, None)
         if name in _ATTRIBUTES:
@@ -298,7 +299,7 @@ class ImplicitArray:
         stored = ", ".join(describe(path, component) for path, component in components)
         try:
             facts = ", ".join(self._facts())
-        except AttributeError:  # shardings or other objects in the place of the components
+        except AttributeError:  # the components are shardings or other objects
             return f"{type(self).__name__}({stored})"
         except (TypeError, ValueError) as error:  # components that do not fit the format, or each other
             facts = str(error)
@@ -340,7 +341,7 @@ class _Outside:
 
 def operate(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
     """`fn(*operands, **static)` on implicit arrays, compiled once for each kind of operands."""
-    from ._register import rule_count  # a rule that comes later must be heard
+    from ._register import rule_count  # rules registered later must apply
 
     return _compiled(fn, tuple(static.items()), rule_count())(*operands)
 
@@ -367,25 +368,25 @@ _METHODS = frozenset(
     " mean min prod ptp ravel repeat round searchsorted sort squeeze std sum swapaxes take trace transpose var".split()
 )
 _UPDATES = frozenset("add apply divide get max min mul multiply power set subtract".split())
-# What arrays have beside the names of the class jax.Array.
+# Attributes of concrete arrays that the class jax.Array does not declare.
 _HOST_NAMES = frozenset(
     "clone format is_deleted is_ready on_device_size_in_bytes tobytes unsafe_buffer_pointer weak_type".split()
 )
 
 
 def _call_method(array: ImplicitArray, name: str, index: Any, *args: Any, **kwargs: Any) -> Any:
-    """`array.name(...)`, or with an index, split, `array.at[index].name(...)`."""
+    """`array.name(...)`, or `array.at[index].name(...)` for an index split by `split_indices`."""
     if name == "transpose" and not args:
-        return array.T  # for which a class may have a way without a copy
+        return array.T  # which a class may do without a copy
     given, tree = jax.tree.flatten((args, kwargs), is_leaf=is_implicit)
-    # Numbers are axes and lengths, but for those that are written.
+    # Numbers are axes and lengths, except those that an update writes.
     numbers = len(args) if index is not None else 0
     is_operand = [
         isinstance(x, (jax.Array, np.ndarray, ImplicitArray)) or (i < numbers and type(x) in (int, float, complex))
         for i, x in enumerate(given)
     ]
     operands = [x for x, is_one in zip(given, is_operand, strict=True) if is_one]
-    # With their types: 1 == 1.0 == True, but what they give may differ.
+    # With their types, since 1 == 1.0 == True but their results differ.
     static = tuple((OPERAND, None) if is_one else (type(x), x) for x, is_one in zip(given, is_operand, strict=True))
     at, template = index or ([], None)
     return operate(_method, array, at, operands, name=name, template=template, tree=tree, rest=static)
@@ -452,7 +453,7 @@ class _AtIndex:
 
 
 def is_implicit(x: Any) -> bool:
-    """Whether `x` is an implicit array; the `is_leaf` of every tree function here."""
+    """Whether `x` is an implicit array. Used as `is_leaf` by every tree function here."""
     return isinstance(x, ImplicitArray)
 
 

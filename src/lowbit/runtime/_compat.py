@@ -52,7 +52,7 @@ def _has(params: Params, needed: str, unused: str = "") -> bool:
 
 
 def _is_set(value: Any) -> bool:
-    """Whether a parameter asks for anything; one that does not may be left out."""
+    """Whether a parameter has an effect; one without may be left out."""
     empty = isinstance(value, tuple | list | dict | frozenset) and not value
     return not (value is None or value is False or empty)
 
@@ -103,7 +103,7 @@ def branches(params: Params) -> list[Program] | None:
 
 
 class Jit(NamedTuple):
-    key: Any  # the object that stands for the program, which is the same at every call of the same function
+    key: Any  # identifies the program: the same object at every call of the same function
     in_shardings: tuple[Any, ...]
     out_shardings: tuple[Any, ...]
     donated: tuple[int, ...]
@@ -146,7 +146,7 @@ def checkpoint(params: Params) -> Checkpoint | None:
 
 
 def marked_as_differentiated(program: Any) -> Any:
-    """The program with its checkpoints marked as parts of a backward pass."""
+    """The program with its checkpoints marked as belonging to a backward pass."""
     eqns = [
         e.replace(params={**e.params, "differentiated": True}) if "differentiated" in e.params else e
         for e in program.jaxpr.eqns
@@ -237,7 +237,7 @@ def device_put(params: Params) -> Sequence[Any] | None:
 
 
 def warn_of_unknown_parameters(primitive: Any, names: Sequence[str]) -> None:
-    """Say that JAX's primitive is not the one that we know."""
+    """Warn that a primitive of the installed JAX has unknown parameters."""
     warnings.warn(
         f"lowbit does not know the parameters of the primitive {primitive} in JAX {jax.__version__} "
         f"({', '.join(names)}), so low-bit operands of it go dense. Please upgrade lowbit.",
@@ -260,7 +260,7 @@ def user_line(eqn: JaxprEqn | None) -> tuple[str, int, str] | None:
     known = "" if eqn is None else source_info_util.summarize(eqn.source_info)
     if found := re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", known):
         return found[1], int(found[2]), found[3]
-    # An operator outside of `implicit` runs while the user's line does.
+    # An operator outside of `implicit` runs below the user's frame.
     for frame in reversed(traceback.extract_stack()):
         of_python = frame.filename.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in frame.filename
         if not of_python and not frame.filename.startswith(_OURS):
@@ -288,7 +288,7 @@ def asks_for_type() -> bool:
 
 def rebind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Run an equation as JAX would, on other values."""
-    # Up to 0.9 the functions inside an equation came apart from its parameters.
+    # Up to 0.9, functions inside an equation are separate from its parameters.
     bound: Any = eqn.primitive.get_bind_params(eqn.params)
     functions, params = ((), bound) if isinstance(bound, dict) else bound
     outs = eqn.primitive.bind(*functions, *values, **params)
@@ -312,7 +312,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def varying_like(x: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """The type of a result that varies over the axes that `x` does, for calls that JAX does not look into."""
+    """The type of a result that varies over the axes that `x` does, for calls that are opaque to JAX."""
     aval: Any = jax.typeof(x)
     struct: Any = jax.ShapeDtypeStruct
     kinds = getattr(aval, "manual_axis_type", None)
@@ -336,32 +336,32 @@ def match_varying(values: Sequence[Any]) -> list[Any]:
 
 def set_globally(context: Any, value: Any) -> None:
     """Give a user context another value in every thread."""
-    # 0.7 has the same method one object deeper.
+    # 0.7 has the method on an inner object.
     (context if hasattr(context, "set_global") else context._obj).set_global(value)
 
 
 def mesh_in_context() -> Any:
     """The mesh of `jax.set_mesh`, if there is one."""
-    # 0.7 tells its abstract mesh only.
+    # 0.7 gives its abstract mesh only.
     get_mesh = getattr(jax.sharding, "get_mesh", None)
     mesh = get_mesh() if get_mesh else None
     return None if mesh is None or mesh.empty else mesh
 
 
 def meshes_of(*values: Any) -> list[Any]:
-    """The meshes that a program is traced for: those on which values lie, and the one around."""
+    """The meshes that a program is traced for: those of its values, and the one in context."""
     types: list[Any] = [jax.typeof(value) for value in values]
     return [*(type.sharding.mesh for type in types), jax.sharding.get_abstract_mesh()]
 
 
 def device_kind(*values: Any) -> str:
-    """What a program is traced for: the device of a mesh on which values lie or of the one around, or the default."""
+    """The kind of device that a program is traced for: of its values' mesh, of the mesh in context, or the default."""
     found = next((mesh.abstract_device for mesh in meshes_of(*values) if mesh.abstract_device is not None), None)
     return (found or jax.devices()[0]).device_kind
 
 
 class Device(NamedTuple):
-    """What a kernel needs to know of the device that it is compiled for."""
+    """The device that a kernel is compiled for, as far as kernels depend on it."""
 
     kind: str
     platform: str
@@ -369,12 +369,12 @@ class Device(NamedTuple):
 
 
 def device_of(ctx: Any, platform: str) -> Device | None:
-    """The device that a program is lowered for: that of the mesh around, or of the backend that compiles it.
+    """The device that a program is lowered for: that of the mesh in context, or of the backend that compiles it.
 
     None if both are of another platform, as for a program that is exported.
     """
     around: Any = jax.sharding.get_abstract_mesh()
-    # Pallas knows GPUs by their name, and a GPU that is only described for the compiler may have any.
+    # Pallas identifies GPUs by name, and a GPU that is only described to the compiler may have any name.
     backend = ctx.module_context.backend if platform == "tpu" else None
     for device in (around.abstract_device, (backend or jax).devices()[0]):
         kind = getattr(device, "device_kind", "cpu")
@@ -385,7 +385,7 @@ def device_of(ctx: Any, platform: str) -> Device | None:
 
 @contextmanager
 def lowering_for(device: Device) -> Iterator[None]:
-    """Tell Pallas for which device it lowers; it would ask the mesh around, or the default device."""
+    """Set the device that Pallas lowers for; by default it is that of the mesh in context, or the default device."""
     # The platform is a field from 0.10 on.
     values = {"device_kind": device.kind, "num_cores": device.cores, "platform": device.platform}
     known = {field.name: values[field.name] for field in fields(jax.sharding.AbstractDevice)}
@@ -395,6 +395,6 @@ def lowering_for(device: Device) -> Iterator[None]:
 
 
 def can_partition_calls(*values: Any) -> bool:
-    """Whether the compiler asks how a call on these values is partitioned over devices."""
-    # That of TPU does not (jax-ml/jax#38196, open at 0.10).
+    """Whether the compiler supports custom partitioning for a call on these values."""
+    # The TPU compiler does not (jax-ml/jax#38196, open at 0.10).
     return not device_kind(*values).startswith("TPU")

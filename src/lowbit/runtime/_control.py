@@ -1,7 +1,7 @@
-"""Rules for the primitives that hold other programs, rebuilt through JAX's public functions.
+"""Rules for the primitives that contain other programs, rebuilt through JAX's public functions.
 
-An implicit array crosses their border as its components. Where a value must have one type on all ways (a loop's carry,
-the results of branches) and would not, it becomes dense.
+An implicit array is passed in and out as its components. A value that must have one type on every path (a loop's carry,
+the results of branches) and would not becomes dense.
 """
 
 import weakref
@@ -27,7 +27,7 @@ P = TypeVar("P")
 def _control(
     primitive: str, read: Callable[[_compat.Params], P | None]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register `fn(parameters, *operands)`. Parameters that `read` does not know send the operands to the fallback."""
+    """Register `fn(parameters, *operands)`. If `read` does not know the parameters, the fallback runs."""
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @register(primitive)
@@ -43,7 +43,7 @@ def _control(
     return decorate
 
 
-# --- leaf by leaf: what these do to an array they do to its components
+# --- component by component
 
 
 def _leafwise(primitive: Any, *operands: Any, **params: Any) -> Any:
@@ -57,7 +57,7 @@ for _name in ("copy", "pvary", "optimization_barrier", "stop_gradient"):
     register(_name)(_leafwise)
 
 
-# --- shardings speak of the array, and its components are laid out accordingly
+# --- shardings: given for the array, applied to its components
 
 
 @_control("sharding_constraint", _compat.sharding_constraint)
@@ -89,7 +89,7 @@ _compiled_calls: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] =
 
 @_control("jit", _compat.jit)
 def _(jit: _compat.Jit, *operands: Any) -> Any:
-    # A function that is called ten times is compiled once: the same jaxpr gives the same jit.
+    # The same jaxpr gives the same jit, so a function that is called ten times is compiled once.
     # The call holds its jaxpr weakly, so that it does not keep its own key alive.
     cache = _compiled_calls.setdefault(jit.key, {})
     key = (rule_count(), jit[1:])
@@ -155,14 +155,14 @@ def _(given: _compat.ShardMap, *operands: Any) -> Any:
         outs = interpret(given.body, values)
         found[:] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outs)
 
-    # Which results are implicit is known only inside, but their specs are asked for outside.
+    # Which results are implicit is known only inside, but their specs are needed outside.
     jax.eval_shape(on_shards(probe, None), *operands)
     call = on_shards(lambda *values: interpret(given.body, values), list(map(_component_specs, found, given.out_specs)))
     return call(*operands)
 
 
 def _component_specs(value: Any, spec: PartitionSpec, mesh: Any = None) -> Any:
-    """The specs of the components. With the mesh, a spec that would cut a block raises; results are cut already."""
+    """The specs of the components. With a mesh, a spec that would split a block raises; results are shards already."""
     return value.component_specs(spec, mesh) if is_implicit(value) else spec
 
 
@@ -198,14 +198,14 @@ def _(scan: _compat.Scan, *operands: Any) -> Any:
 
 
 def _sliced(stack: Any) -> Any:
-    """What JAX slices of a stack. It would copy each layer, so that an implicit one goes in whole, with its number."""
+    """What `scan` slices. Slicing copies each layer, so an implicit stack is passed whole, with the layer's number."""
     if not is_implicit(stack):
         return stack
     return list(map(_sliced, stack._flatten()[0])) if stack.is_stack else None
 
 
 def _layer(stack: Any, i: Any, slices: Any) -> Any:
-    """The layer of a stack, of which JAX has sliced `slices`."""
+    """The layer of a stack, given what `scan` sliced."""
     if not is_implicit(stack):
         return slices
     if stack.is_stack:
@@ -259,7 +259,7 @@ def _conform(values: Sequence[Any], wanted: Sequence[Any], primitive: str) -> li
 
 
 def _settled_carry(step: Callable[..., Any], carry: Sequence[Any], primitive: str, *x: Any) -> list[Any]:
-    """The carry with every slot dense that does not come out of `step(carry, *x)` as it went in."""
+    """The carry with every slot dense that `step(carry, *x)` returns with another type."""
     carry = [_resolved(slot) for slot in carry]
     while any(map(is_implicit, carry)):
         after = jax.eval_shape(lambda carry, *x: [_resolved(slot) for slot in step(carry, *x)], carry, *x)
@@ -332,7 +332,7 @@ def _(given: _compat.CustomVjp, *operands: Any) -> Any:
 
     def forward(*args: Any) -> Any:
         outs = interpret(given.forward(*(True for _ in args)), args)
-        # Residuals that are arguments unchanged are not among the results, but named by position.
+        # Residuals that are unchanged arguments are not results; they are named by position.
         forwarded = given.forwarded()
         count = sum(f is None for f in forwarded)
         new = iter(outs[:count])

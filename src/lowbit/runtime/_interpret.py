@@ -1,4 +1,4 @@
-"""implicit(fn): trace a function on logical arrays, then walk its equations with the implicit ones."""
+"""implicit(fn): trace a function with dense stand-ins, then run its equations on the implicit arrays."""
 
 import functools
 import warnings
@@ -51,10 +51,10 @@ use_implicit = implicit
 
 
 def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`implicit(fn)(*args, **kwargs)`, where results may have work deferred (`ImplicitArray.resolved`)."""
+    """`implicit(fn)(*args, **kwargs)`, but results may have deferred work (`ImplicitArray.resolved`)."""
     found, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_implicit)
     leaves = [leaf for _, leaf in found]
-    # The first two keys are those of the argument.
+    # The first two keys name the argument.
     paths = [jax.tree_util.keystr(path[2:], simple=True, separator="/") for path, _ in found]
     traced_at = [i for i, leaf in enumerate(leaves) if is_implicit(leaf) or _is_dense(leaf)]
     out_tree, static_outs, dense_at = None, [], []
@@ -88,7 +88,7 @@ def _is_dense(x: Any) -> bool:
 
 
 def interpret(program: _compat.Program, args: Sequence[Any]) -> list[Any]:
-    """Run a program on values of which some are implicit."""
+    """Run a program on values, some of them implicit."""
     jaxpr, consts = program
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, Literal)}
@@ -103,11 +103,11 @@ def interpret(program: _compat.Program, args: Sequence[Any]) -> list[Any]:
         with _set(_equation, eqn), _set(_operand_paths, operand_paths):
             outs = _evaluate(eqn, [read(v) for v in eqn.invars])
         values.update(zip(eqn.outvars, outs, strict=True))
-        # What was moved or cast is still the parameter that it was.
+        # A transposed or cast parameter keeps its path.
         origin = eqn.params["path"] if eqn.primitive is capture_p else next(filter(None, operand_paths), None)
         if origin:
             paths.update((v, origin) for v, out in zip(eqn.outvars, outs, strict=True) if is_implicit(out))
-        # Run eagerly, a model must not hold all its activations.
+        # Drop activations after their last use, as eager execution would.
         for v in {v for v in eqn.invars if not isinstance(v, Literal)} - kept:
             if last_use[v] == i:
                 del values[v]
@@ -123,7 +123,7 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             return _compat.rebind(eqn, operands)
         outs = apply_rules(eqn.primitive, operands, eqn.params)
         if outs is NotImplemented:
-            for array in captured:  # which will materialize itself when it is lowered
+            for array in captured:  # it is dequantized when it is lowered
                 _ask_policy(array, eqn.primitive)
             at = zip(operands, _operand_paths.get(), strict=True)
             return _compat.rebind(eqn, [go_dense(x, eqn.primitive, path) for x, path in at])
@@ -149,12 +149,12 @@ capture_p = Primitive("implicit_array")
 
 
 def is_tracing() -> bool:
-    """Whether `implicit` is tracing, that is, whether a stand-in will find its way back to its array."""
+    """Whether `implicit` is tracing, that is, whether a stand-in will be turned back into its array."""
     return _tracing.value
 
 
 def capture(array: ImplicitArray, path: str = "") -> jax.Array:
-    """A dense stand-in, which `interpret` turns back into the array; `path` is its place in an argument."""
+    """A dense stand-in, which `interpret` turns back into the array; `path` is its path in an argument."""
     components, tree = jax.tree.flatten(array)
     return capture_p.bind(*_compat.match_varying(components), tree=tree, path=path)
 
@@ -202,7 +202,7 @@ mlir.register_lowering(capture_p, mlir.lower_fun(_materialize_components, multip
 
 
 def _captured(jaxpr: Jaxpr) -> Iterator[ImplicitArray]:
-    """The arrays that entered a program by capture, with types in the place of their components."""
+    """The arrays captured by a program, with types as components."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is capture_p:
             yield jax.tree.unflatten(eqn.params["tree"], [v.aval for v in eqn.invars])
@@ -229,7 +229,7 @@ process.
 Traceback (most recent call last):
 TypeError: add has no rule for Array8B of shape (64, 32) (float32), so the whole array is made dense at ...
 """
-# The equation that is run, and for each of its operands the path of the parameter that it was in an argument.
+# The equation being run, and the parameter path of each of its operands.
 _equation: ContextVar[JaxprEqn | None] = ContextVar("equation", default=None)
 _operand_paths: ContextVar[Sequence[str | None]] = ContextVar("operand_paths", default=())
 
@@ -244,7 +244,7 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def _paths_of(invars: Sequence[Any]) -> dict[Any, str]:
-    """The paths of a program's inputs, which are the operands of the equation that it belongs to."""
+    """The paths of a program's inputs, which are the operands of its equation."""
     given = _operand_paths.get()
     given = given[1:] if len(given) == len(invars) + 1 else given  # `cond` has a predicate before them
     return {v: path for v, path in zip(invars, given, strict=True) if path} if len(given) == len(invars) else {}
@@ -254,7 +254,7 @@ _warned: set[tuple[str, type]] = set()
 
 
 def go_dense(x: Any, primitive: Primitive | str, path: str | None = None) -> Any:
-    """Make `x` dense because `primitive` has no rule for it, as the policy says; dense values pass."""
+    """Make `x` dense, under the policy, because `primitive` has no rule for it. Dense values pass unchanged."""
     if not isinstance(x, ImplicitArray):
         return x
     _ask_policy(x, primitive, path)
@@ -266,7 +266,7 @@ def _ask_policy(x: ImplicitArray, primitive: Primitive | str, path: str | None =
     warns = policy == "warn" and x.warn_on_materialize and key not in _warned
     if policy != "error" and not warns:
         return
-    line = _compat.user_line(_equation.get())  # which looks through the stack, so only for a message
+    line = _compat.user_line(_equation.get())  # walks the stack, so only if there is a message
     at = f" at {line[0]}:{line[1]}, in {line[2]}" if line else ""
     message = (
         f"{primitive} has no rule for {type(x).__name__} of shape {x.shape} ({np.dtype(x.dtype).name})"

@@ -1,4 +1,4 @@
-"""register(): what a primitive does to implicit arrays, chosen by the types of its operands."""
+"""register(): rules for primitives on implicit arrays, chosen by the types of the operands."""
 
 import dataclasses
 import inspect
@@ -17,7 +17,7 @@ from ._array import ImplicitArray
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
-# Names by which a primitive is known in some version of JAX, and the one it goes by here.
+# Names of a primitive in other versions of JAX, and the name used here.
 _ALIASES = {
     "pjit": "jit",
     "remat": "checkpoint",
@@ -26,7 +26,7 @@ _ALIASES = {
     "copy_p": "copy",
     "custom_vjp_call_jaxpr": "custom_vjp_call",
 }
-# Names of primitives that are in neither of JAX's public lists.
+# Primitives that neither of JAX's public modules lists.
 _UNLISTED = set(
     "shard_map stop_gradient copy optimization_barrier sharding_constraint closed_call ragged_dot_general "
     "reshard mesh_cast custom_vmap_call stack unstack".split()
@@ -35,21 +35,21 @@ _UNLISTED = set(
 _COMMUTATIVE = frozenset({"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 # Annotations of a dense operand. Rules see numpy arrays, literals and tracers alike.
 _DENSE_CLASSES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-_ANYTHING = 1_000  # farther than any class in an inheritance chain
+_ANYTHING = 1_000  # greater than any inheritance distance
 
 _rules: dict[str, list["_Rule"]] = {}
 _order = itertools.count()
 
 
 def register(primitive: core.Primitive | str, *, precedence: int = 0) -> Callable[[Fn], Fn]:
-    """Decorate a rule: what `primitive` does when an operand is an implicit array.
+    """Register the decorated function as a rule for `primitive` on implicit arrays.
 
     Operands are positional and chosen by their annotations: classes, unions, `Any` or none; `*operands` for any number.
     The most specific rule wins, then the higher precedence, then the later one. Every dense operand is a `jax.Array`.
-    The primitive's parameters come by keyword. A rule is passed over where a parameter is set that it does not name,
-    and where one is missing that it needs, so that a rule need not know the options of JAX to come.
+    The primitive's parameters come by keyword. A rule is skipped if a parameter is set that it does not name, or
+    if one that it needs is missing, so a rule need not know the options of later versions of JAX.
     A first argument called `primitive` receives the primitive.
-    `NotImplemented` passes to the next rule; after the last the arrays are made dense and the primitive runs as usual.
+    Returning `NotImplemented` passes on to the next rule; after the last, the arrays go dense and the primitive runs.
 
     >>> import dataclasses, jax, jax.numpy as jnp, lowbit
     >>> @dataclasses.dataclass
@@ -74,7 +74,7 @@ def register(primitive: core.Primitive | str, *, precedence: int = 0) -> Callabl
 
 
 def rule_count() -> int:
-    """How many rules there are; part of the key of what is compiled by them."""
+    """The number of rules, which is part of the key of compiled operators."""
     return sum(map(len, _rules.values()))
 
 

@@ -1,4 +1,4 @@
-"""Settings that are part of JAX's trace context: a function traced before a switch is traced again after it."""
+"""Settings in JAX's trace context: changing one retraces compiled functions."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Setting(Generic[T]):
-    """A named choice: `with setting(value):` holds in the block and its thread, `setting.set(value)` in the process.
+    """A setting: `with setting(value):` applies in the block and its thread, `setting.set(value)` in the process.
 
     >>> import lowbit
     >>> with lowbit.materialization("error"):
@@ -36,17 +36,17 @@ class Setting(Generic[T]):
         return self._context.value
 
     def __call__(self, value: T) -> "Switch[T]":
-        """A context manager. By itself it changes nothing."""
+        """A context manager that sets the value. Without `with` it changes nothing."""
         return Switch(self, self._checked(value, "({!r})"))
 
     def set(self, value: T) -> None:
-        """Set the value for the process: it holds in every thread, outside of `with` blocks.
+        """Set the value for the process: it applies in every thread outside of `with` blocks.
 
         >>> import lowbit
         >>> lowbit.compute.set("fast")
         >>> lowbit.compute.value
         'fast'
-        >>> lowbit.compute.set(None)  # as it was: each array has its own
+        >>> lowbit.compute.set(None)  # the default: each array has its own
         """
         _compat.set_globally(self._context, self._checked(value, ".set({!r})"))
 
@@ -63,8 +63,8 @@ class Setting(Generic[T]):
         return getattr(self._thread, "entered", ())
 
     def _enter(self, switches: "tuple[Switch[T], ...]") -> None:
-        """Make these the entered switches of this thread; the last one holds."""
-        # One JAX context at a time, so that switches may be exited in any order.
+        """Set the stack of values of this thread; the last one applies."""
+        # One JAX context at a time, so that blocks may be exited in any order.
         held: Any = getattr(self._thread, "held", None)
         if held is not None:
             held.__exit__(None, None, None)
@@ -75,7 +75,7 @@ class Setting(Generic[T]):
 
 
 class Switch(Generic[T]):
-    """A value of a setting for the blocks that are entered with it, any number of times and in any thread."""
+    """A value of a setting, as a context manager that can be entered any number of times and in any thread."""
 
     def __init__(self, setting: Setting[T], value: T):
         self.setting, self.value = setting, value
@@ -97,7 +97,7 @@ class Switch(Generic[T]):
         return f"<{name}({value}) for a with statement; {name}.set({value}) sets it for the process>"
 
     def __del__(self) -> None:
-        # A bare `setting(value)` statement changes nothing: say so.
+        # Warn of a bare `setting(value)` statement, which changes nothing.
         if not self._used and not sys.is_finalizing():
             name, value = self.setting.name, repr(self.value)
             warnings.warn(

@@ -12,7 +12,7 @@ from ._interpret import implicit
 
 
 def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The value of `fn(x, ...)`, made dense, with the derivative of `x`.
+    """Straight-through estimator: the dense value of `fn(x, ...)` with the derivative of `x`.
 
     For rounding and other steps whose own derivative is zero: `d ste(fn)(x) = dx`, and zero for other arguments.
 
@@ -25,7 +25,7 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def wrapped(x: Any, *args: Any, **kwargs: Any) -> jax.Array:
         x = jnp.asarray(dense(x))
-        # The derivative stops at every argument, so that `fn` need not have one.
+        # No gradient flows through `fn`, so it need not be differentiable.
         value = dense(implicit(fn)(*_stop((x, *args)), **_stop(kwargs)))
         if jnp.shape(value) != x.shape:
             raise ValueError(

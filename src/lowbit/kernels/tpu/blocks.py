@@ -1,6 +1,6 @@
 """Which block of each operand a step of the grid holds.
 
-The index maps take the place in the grid (matrix of the batch, rows, columns, part of the summed axis) and the numbers
+The index maps take the place in the grid (matrix of the batch, rows, columns, step of the summed axis) and the numbers
 of the layers in the stack, which are prefetched.
 """
 
