@@ -165,11 +165,11 @@ def test_narrow_scales_in_files(layout: Layout, tmp_path: Path) -> None:
 
 def test_narrow_scales_written_for_others(tmp_path: Path) -> None:
     w = jax.random.normal(jax.random.key(0), (4, 256))
-    narrow = cast(lowbit.Array8B.quantize(w, block_size=32), jnp.float16)  # the scales of Q8_0
+    narrow = cast(lowbit.Array8B.quantize(w, axis=-1, block_size=32), jnp.float16)  # the scales of Q8_0
     write_gguf(tmp_path / "narrow.gguf", {"w": narrow}, {}, type="Q8_0")
     assert_same_bits(GGUFFile(tmp_path / "narrow.gguf").array("w"), cast(narrow, jnp.float32))
     for double_quant in (False, True):
-        narrow = cast(lowbit.ArrayNF4.quantize(w, double_quant=double_quant), jnp.bfloat16)
+        narrow = cast(lowbit.ArrayNF4.quantize(w, axis=-1, double_quant=double_quant), jnp.bfloat16)
         got, want = (bitsandbytes_tensors("w", a) for a in (narrow, cast(narrow, jnp.float32)))
         assert {name: tensor.dtype for name, tensor in got.items()} == {name: t.dtype for name, t in want.items()}
         for name in want:

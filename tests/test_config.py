@@ -1,6 +1,7 @@
 """The one entrance: `quantize` and its relatives, the settings that decide how products run, frozen and trainable."""
 
 import dataclasses
+import functools
 import pickle
 
 import jax
@@ -37,6 +38,28 @@ def test_the_default_is_nf4_in_blocks_of_64() -> None:
     assert quantize(W, block_size=16).block_size == 16
 
 
+def test_the_default_axis_is_the_one_that_a_product_contracts() -> None:
+    by_class = [lowbit.Array8B.quantize, lowbit.ArrayNF4.quantize, lowbit.Array1B.quantize, lowbit.Array8B]
+    by_name = [functools.partial(quantize, dtype=dtype) for dtype in TYPES]
+    for fn in (*by_class, *by_name):
+        for shape, axis in (((64,), -1), ((64, 96), -2), ((3, 64, 96), -2), ((2, 3, 64, 96), -2)):
+            w = jax.random.normal(jax.random.key(0), shape)
+            assert fn(w).axis == jax.jit(fn)(w).axis == axis, (fn, shape)
+            assert_same_bits(fn(w), fn(w, axis=axis))
+
+
+def test_the_default_axis_keeps_uneven_columns_apart() -> None:
+    columns = jnp.exp(jax.random.normal(jax.random.key(1), (256,)))
+    w = jax.random.normal(jax.random.key(2), (512, 256)) * columns
+
+    def error(q: lowbit.QuantizedArray) -> float:
+        each = jnp.linalg.norm(q.materialize() - w, axis=0) / jnp.linalg.norm(w, axis=0)
+        return float(jnp.median(each))
+
+    assert error(quantize(w)) == error(lowbit.ArrayNF4.quantize(w)) == pytest.approx(0.09, abs=0.005)
+    assert error(quantize(w, axis=-1)) > 0.3
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_block_size_holds_for_every_format(dtype: QuantizationType) -> None:
     for got in (
@@ -45,7 +68,7 @@ def test_a_block_size_holds_for_every_format(dtype: QuantizationType) -> None:
         quantize(W, QuantizationConfig(dtype, 16), block_size=16),
     ):
         assert_same_bits(got, lowbit.FORMATS[dtype.value].quantize(W, block_size=16))
-        assert (got.block_size, got.scales.shape) == (16, (48, 5))
+        assert (got.block_size, got.scales.shape) == (16, (3, 80))
     want = np.asarray(lowbit.FORMATS[dtype.value].quantize(W, block_size=16).materialize())
     np.testing.assert_array_equal(np.asarray(straight_through(W, dtype, block_size=16)), want)
     np.testing.assert_array_equal(np.asarray(quantize(W, dtype, block_size=16, simulate=True)), want)
@@ -147,11 +170,12 @@ def test_straight_through_by_its_own_names() -> None:
     def equal(got: jax.Array, want: lowbit.QuantizedArray) -> None:
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want.materialize()))
 
-    equal(lowbit.straight_through_nf4(W, 32), lowbit.ArrayNF4.quantize(W, 32))
+    equal(lowbit.straight_through_nf4(W, 32), lowbit.ArrayNF4.quantize(W, 32, axis=-1))
     equal(lowbit.straight_through_nf4(W, block_size=16, axis=0), lowbit.ArrayNF4.quantize(W, 16, axis=0))
+    equal(lowbit.straight_through_8bit(W), lowbit.Array8B.quantize(W, axis=-1))
     equal(lowbit.straight_through_8bit(W, axis=0), lowbit.Array8B.quantize(W, axis=0))
-    equal(lowbit.straight_through_1bit(W), lowbit.Array1B.quantize(W))
-    equal(lowbit.straight_through_1bit(W, kind="binary"), lowbit.Array1B.quantize(W, kind="binary"))
+    equal(lowbit.straight_through_1bit(W), lowbit.Array1B.quantize(W, axis=-1))
+    equal(lowbit.straight_through_1bit(W, kind="binary"), lowbit.Array1B.quantize(W, axis=-1, kind="binary"))
     assert set(np.unique(lowbit.straight_through_1bit(W, kind="binary", scale=False))) == {-1, 1}
 
 

@@ -72,11 +72,11 @@ def test_importing_after_the_real_eformer_raises() -> None:
 def test_the_unified_interface() -> None:
     config = quantization.QuantizationConfig(dtype=quantization.QuantizationType.NF4, block_size=64)
     quantized = quantization.quantize(W, config=config)
-    assert_close(X @ quantized, X @ lowbit.quantize(W).materialize())
+    assert_close(X @ quantized, X @ lowbit.quantize(W, axis=-1).materialize())
     assert_same_bits(quantization.quantize(W, dtype="nf4", block_size=64), quantized)
     assert_close(quantization.quantize(W, dtype=quantization.QuantizationType.NF4, simulate=True), quantized)
     int8 = quantization.QuantizationConfig(dtype=quantization.QuantizationType.INT8, block_size=64)
-    assert_close(quantization.quantize(W, int8), lowbit.Array8B.quantize(W))
+    assert_close(quantization.quantize(W, int8), lowbit.Array8B.quantize(W, axis=-1))
 
 
 def test_inference_and_training_as_in_the_readme() -> None:
@@ -91,7 +91,7 @@ def test_inference_and_training_as_in_the_readme() -> None:
         return jnp.mean((linear(X, quantization.straight_through(w, config=config)) - 1) ** 2)
 
     value, grads = jax.value_and_grad(loss)(W)
-    at = lowbit.quantize(W).materialize()
+    at = lowbit.quantize(W, axis=-1).materialize()
     want = jax.value_and_grad(lambda w: jnp.mean((X @ w - 1) ** 2))(at)
     assert_close((value, grads), want)
 
@@ -262,10 +262,10 @@ def test_handlers(suffix: str) -> None:
 def test_functions() -> None:
     quants, scales = functions.quantize_int8(W, axis=-1)
     assert quants.dtype == jnp.int8 and scales.shape == (128, 1)
-    assert_close(functions.dequantize_int8(quants, scales), lowbit.Array8B(W))
+    assert_close(functions.dequantize_int8(quants, scales), lowbit.Array8B(W, axis=-1))
     packed, absmax = functions.single_quantize_and_pack_nf4(W, block_size=64)
     assert packed.shape == (128, 4, 32) and absmax.shape == (128, 4)
-    assert_close(functions.single_dequantize_nf4(packed, absmax, block_size=64), lowbit.quantize(W))
+    assert_close(functions.single_dequantize_nf4(packed, absmax, block_size=64), lowbit.quantize(W, axis=-1))
     # Decoding is the table, to the bit.
     np.testing.assert_array_equal(functions.nf4xf32_to_f32(jnp.arange(16)), functions.get_nf4())
     assert functions.get_nf4()[0] == -1 and functions.get_nf4()[7] == 0 and functions.get_nf4()[15] == 1
@@ -318,7 +318,7 @@ def test_ste_of_a_function_that_returns_an_implicit_array() -> None:
     def quantize_nf4(weights, block_size=64):
         return quantization.ArrayNF4.quantize(weights, block_size)
 
-    assert_close(quantize_nf4(W), lowbit.quantize(W))
+    assert_close(quantize_nf4(W), lowbit.quantize(W, axis=-1))
     assert_close(jax.grad(lambda w: (X @ quantize_nf4(w)).sum())(W), jax.grad(lambda w: (X @ w).sum())(W))
 
 
@@ -475,7 +475,7 @@ def test_a_config_takes_precedence_and_blocks_are_for_nf4_alone() -> None:
         quantization.quantize(W, lowbit.QuantizationConfig("int8", block_size=32)),
     ):
         assert_same_bits(int8, quantization.Array8B.quantize(W))
-    assert_close(quantization.straight_through(W, dtype="int8", block_size=32), lowbit.Array8B.quantize(W))
+    assert_close(quantization.straight_through(W, dtype="int8", block_size=32), lowbit.Array8B.quantize(W, axis=-1))
     for dtype in ("binary", "ternary"):
         assert quantization.quantize(W, dtype=dtype, block_size=32).scale.shape == (1, 1)
 

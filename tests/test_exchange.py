@@ -181,7 +181,7 @@ def test_dense_weights_are_requantized_as_bitsandbytes_quantizes(name):
     file, want = SafetensorsFile(GOLDEN[name]), stored(GOLDEN[name])
     dense = weights(*file.shape("w"), seed=int(file.metadata["seed"])).astype(want["expected.w"].dtype)
     block = 128 if name.startswith("block128") else 64
-    array = ArrayNF4.quantize(dense, block) if block == 128 else dense
+    array = ArrayNF4.quantize(dense, block, axis=-1) if block == 128 else dense
     got = bitsandbytes_tensors("w", array, requantize=True)
     if name == "crossing":  # what fills up the last byte differs, and is not read
         got["w"] = np.concatenate([got["w"][:-1], got["w"][-1:] & 0xF0 | want["w"][-1:] & 0x0F])
@@ -206,7 +206,7 @@ def written(path: Path, array: Any, **options: Any) -> SafetensorsFile:
     ],
 )
 def test_arrays_come_back_from_what_is_written(shape, double_quant, tmp_path):
-    array = ArrayNF4.quantize(weights(*shape), double_quant=double_quant, dtype=jnp.bfloat16)
+    array = ArrayNF4.quantize(weights(*shape), axis=-1, double_quant=double_quant, dtype=jnp.bfloat16)
     got = written(tmp_path / "a.safetensors", array).array("w")
     assert isinstance(got, ArrayNF4) and got.dtype == array.dtype and got.shape == shape
     assert same_bits(got.packed, array.packed)
@@ -223,7 +223,7 @@ def test_blocks_of_a_transposed_array_are_repacked_not_requantized(double_quant,
 
 
 def test_a_stack_that_bitsandbytes_nested_has_its_scales_decoded(tmp_path):
-    flat = bitsandbytes_tensors("w", ArrayNF4.quantize(weights(6, 128), double_quant=True))
+    flat = bitsandbytes_tensors("w", ArrayNF4.quantize(weights(6, 128), axis=-1, double_quant=True))
     state = json.loads(flat["w" + STATE].tobytes()) | {"shape": [2, 3, 128]}
     flat["w" + STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)
     save_file(flat, tmp_path / "a.safetensors")
@@ -237,9 +237,12 @@ MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
     "dense": (lambda: jnp.asarray(weights(4, 64)), "it is ArrayImpl, not ArrayNF4"),
     "int8": (lambda: Array8B.quantize(weights(4, 64)), "it is Array8B, not ArrayNF4"),
     "axis": (lambda: ArrayNF4.quantize(weights(64, 4), axis=-2), "its blocks lie along axis -2"),
-    "transposed": (lambda: ArrayNF4.quantize(weights(64, 64)).T, "its blocks lie along axis -2"),
-    "rows": (lambda: ArrayNF4.quantize(weights(4, 100)), "its rows of 100 are not a multiple of its blocks of 64"),
-    "block": (lambda: ArrayNF4.quantize(weights(4, 64), 16), "its blocks of 16 are not one of 32, 64"),
+    "transposed": (lambda: ArrayNF4.quantize(weights(64, 64), axis=-1).T, "its blocks lie along axis -2"),
+    "rows": (
+        lambda: ArrayNF4.quantize(weights(4, 100), axis=-1),
+        "its rows of 100 are not a multiple of its blocks of 64",
+    ),
+    "block": (lambda: ArrayNF4.quantize(weights(4, 64), 16, axis=-1), "its blocks of 16 are not one of 32, 64"),
 }
 
 
@@ -257,7 +260,7 @@ def test_other_arrays_are_requantized_only_when_asked(case, tmp_path):
 
 
 def test_other_dtypes_are_written_as_float32_only_when_asked(tmp_path):
-    array = ArrayNF4.quantize(weights(4, 64)).replace(dtype=np.dtype(np.float64))
+    array = ArrayNF4.quantize(weights(4, 64), axis=-1).replace(dtype=np.dtype(np.float64))
     with pytest.raises(ValueError, match="its dtype is float64, not one of float32, float16, bfloat16"):
         bitsandbytes_tensors("w", array)
     got = written(tmp_path / "a.safetensors", array, requantize=True).array("w")
@@ -465,7 +468,7 @@ def test_bytes_that_are_no_bool_are_refused(tmp_path):
 
 
 def test_reading_takes_little_more_than_what_is_read(tmp_path):
-    array = ArrayNF4.quantize(jnp.ones((4096, 2048)), double_quant=True)
+    array = ArrayNF4.quantize(jnp.ones((4096, 2048)), axis=-1, double_quant=True)
     save_file(bitsandbytes_tensors("w", array), tmp_path / "a.safetensors")
     size = (tmp_path / "a.safetensors").stat().st_size
     file = SafetensorsFile(tmp_path / "a.safetensors")

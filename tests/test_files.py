@@ -251,7 +251,7 @@ def test_arrays_on_several_devices_are_gathered_and_laid_out_as_like_is(tmp_path
 
 
 def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
-    tree = {"q": ArrayNF4.quantize(weights(64, 256), 64).T, "w": weights(8, 6), "wide": np.arange(8)}
+    tree = {"q": ArrayNF4.quantize(weights(64, 256), axis=-1).T, "w": weights(8, 6), "wide": np.arange(8)}
     path, taken, read = saved(tmp_path, tree), [], _header.Tensor.read
 
     def counting(self: Any, wanted: Any) -> np.ndarray:
@@ -396,7 +396,7 @@ def test_numpy_in_like_gives_numpy(tmp_path):
 
 
 Q = ArrayNF4.quantize(weights(64, 32), axis=-2)
-SQUARE = ArrayNF4.quantize(weights(32, 32), 16)
+SQUARE = ArrayNF4.quantize(weights(32, 32), 16, axis=-1)
 STRUCT = jax.ShapeDtypeStruct
 MISMATCHES = {
     "shape": (np.ones(3), np.ones(4), "'k/a' is an array of shape (3,) and dtype float64 in the file and an array of"),
@@ -404,8 +404,12 @@ MISMATCHES = {
     "shape of a format": (Q, STRUCT((32, 64), np.float32), "'k/a' is ArrayNF4 of shape (64, 32) and dtype float32"),
     "dtype of a format": (Q, STRUCT((64, 32), jnp.bfloat16), "'k/a' is ArrayNF4 of shape (64, 32) and dtype float32"),
     "format": (Q, Array8B.quantize(weights(64, 32)), "'k/a' is ArrayNF4 of shape (64, 32) and dtype float32, spans "),
-    "axis": (Q, ArrayNF4.quantize(weights(64, 32)), "spans (64, 1) in the file and ArrayNF4 of shape (64, 32) and"),
-    "transposed": (Q.T, ArrayNF4.quantize(weights(32, 64)), "spans (64, 1), transposed in the file"),
+    "axis": (
+        Q,
+        ArrayNF4.quantize(weights(64, 32), axis=-1),
+        "spans (64, 1) in the file and ArrayNF4 of shape (64, 32) and",
+    ),
+    "transposed": (Q.T, ArrayNF4.quantize(weights(32, 64), axis=-1), "spans (64, 1), transposed in the file"),
     "transposed, of the same parts": (SQUARE.T, SQUARE, "spans (16,), transposed in the file and ArrayNF4 of shape"),
     "double": (Q, ArrayNF4.quantize(weights(64, 32), axis=-2, double_quant=True), "'k/a' is ArrayNF4"),
     "kind": (Array1B(weights(2, 8)), Array1B.quantize(weights(2, 8), kind="binary"), "'k/a' is Array1B"),
@@ -438,15 +442,15 @@ def test_what_like_does_not_say_is_one_error(case, tmp_path):
 
 
 def test_a_file_is_read_by_name(tmp_path):
-    tree = {"b": ArrayNF4.quantize(weights(4, 64)), "a": [weights(3), 5, None, jnp.ones((2, 2), jnp.bfloat16)]}
+    tree = {"b": ArrayNF4.quantize(weights(64, 4)), "a": [weights(3), 5, None, jnp.ones((2, 2), jnp.bfloat16)]}
     path = saved(tmp_path, tree, metadata={"x": 1})
     file = LowbitFile(str(path))
     assert file.path == path and file.metadata == {"x": 1} and is_lowbit_file(path)
     assert list(file) == ["b", "a/0", "a/3"] == list(file.names) and len(file) == 3
     assert "a/0" in file and "a" not in file and "a/1" not in file
     assert [file.type(name) for name in file] == ["nf4", "F32", "BF16"]
-    assert [file.shape(name) for name in file] == [(4, 64), (3,), (2, 2)]
-    assert [file.nbytes(name) for name in file] == [4 * 32 + 4 * 4, 12, 8]
+    assert [file.shape(name) for name in file] == [(64, 4), (3,), (2, 2)]
+    assert [file.nbytes(name) for name in file] == [64 * 2 + 4 * 4, 12, 8]
     array = file.array("a/0")
     assert_same(array, tree["a"][0])
     assert isinstance(array, np.ndarray) and not array.flags.writeable and not array.flags.owndata
@@ -690,7 +694,7 @@ def reads(path: Path) -> Any:
 def test_a_drop_in_class_of_the_same_name_does_not_stand_in_the_way(tmp_path):
     from lowbit.compat.eformer import arrays
 
-    ours, theirs = ArrayNF4.quantize(weights(4, 64)), arrays.ArrayNF4(weights(4, 64))
+    ours, theirs = ArrayNF4.quantize(weights(4, 64), axis=-1), arrays.ArrayNF4(weights(4, 64))
     save(tmp_path / "a.safetensors", [ours, theirs])
     for array in load(tmp_path / "a.safetensors"):
         assert type(array) is ArrayNF4

@@ -109,8 +109,8 @@ def test_what_is_on_the_host() -> None:
 
 
 def test_one_compilation_serves_all_indices_and_values() -> None:
-    q = lowbit.Array8B(jnp.ones((8, 16)), block_size=16)
-    row = lowbit.Array8B(jnp.ones((1, 16)), block_size=16)[0]
+    q = lowbit.Array8B(jnp.ones((8, 16)), axis=-1, block_size=16)
+    row = lowbit.Array8B(jnp.ones((1, 16)), axis=-1, block_size=16)[0]
     _ = q.at[0].set(row)
     before = lowbit.runtime._interpret.trace_count
     for i in range(1, 8):
@@ -209,22 +209,22 @@ def test_writing_rows_into_a_cache_keeps_every_bit(what: str, format: str, axis:
 
 
 def test_a_cache_is_filled_in_a_loop() -> None:
-    cache = lowbit.Array8B(jnp.zeros(SHAPE))
+    cache = lowbit.Array8B(jnp.zeros(SHAPE), axis=-1)
     rows = jax.random.normal(jax.random.key(0), (10, 2, 3, 32))
 
     def fill(cache, rows):
         def step(i, cache):
-            return cache.at[:, :, i].set(lowbit.Array8B(rows[i]))
+            return cache.at[:, :, i].set(lowbit.Array8B(rows[i], axis=-1))
 
         return lax.fori_loop(0, 10, step, cache)
 
     with lowbit.materialization("error"):
         got = jax.jit(fill)(cache, rows)
-    assert_close(got, lowbit.Array8B(jnp.moveaxis(rows, 0, 2)), 1e-6)
+    assert_close(got, lowbit.Array8B(jnp.moveaxis(rows, 0, 2), axis=-1), 1e-6)
 
 
 def test_positions_out_of_bounds_are_dropped_as_in_a_dense_cache() -> None:
-    cache, row = lowbit.Array8B(jnp.ones(SHAPE)), lowbit.Array8B(jnp.full((2, 3, 32), 5.0))
+    cache, row = (lowbit.Array8B(array, axis=-1) for array in (jnp.ones(SHAPE), jnp.full((2, 3, 32), 5.0)))
     for i, mode in ((10, None), (-11, None), (-1, None), (10, "clip"), (10, "drop")):
         with lowbit.materialization("error"):
             got = cache.at[:, :, i].set(row, mode=mode)
@@ -232,7 +232,7 @@ def test_positions_out_of_bounds_are_dropped_as_in_a_dense_cache() -> None:
 
 
 def test_mapped_writes_keep_every_bit() -> None:
-    cache, rows = lowbit.Array8B(jnp.ones(SHAPE)), lowbit.Array8B(jnp.full((2, 3, 32), 5.0))
+    cache, rows = (lowbit.Array8B(array, axis=-1) for array in (jnp.ones(SHAPE), jnp.full((2, 3, 32), 5.0)))
     write = jax.vmap(lambda cache, row, i: cache.at[:, i].set(row))
     at = jnp.array([4, 9])
     with lowbit.materialization("error"):

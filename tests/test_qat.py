@@ -291,11 +291,11 @@ def test_errors_name_what_was_asked() -> None:
         ValueError, match=r"kernel: scale= for 'int8' must be positive: 1 of 32 are not.* 0.0 at \(0, 3\)"
     ):
         learned_scales({"kernel": w.at[:, 3].set(0)}, "int8")
-    with pytest.raises(ValueError, match=r"scale= for 'nf4' has the shape \(32,\).* needs scales of \(64, 1\)"):
+    with pytest.raises(ValueError, match=r"scale= for 'nf4' has the shape \(32,\).* needs scales of \(1, 32\)"):
         lowbit.quantize(w, scale=jnp.ones(32))
     with pytest.raises(ValueError, match="scales lacks kernel, which the patterns quantize: make it by learned_scales"):
         quantize_tree(params, "int8", scales={"kernel": None, "other": {"kernel": None}})
-    negative = jax.jit(lambda w, s: straight_through(w, "int8", scale=s))(w, jnp.full((64, 1), -1.0))
+    negative = jax.jit(lambda w, s: straight_through(w, "int8", scale=s))(w, jnp.full((1, 32), -1.0))
     assert bool(jnp.isnan(negative).all())
 
 

@@ -123,8 +123,8 @@ def test_two_files_make_a_report(files: tuple[Path, Path]) -> None:
     report = compare(*files, histograms=3)
     known = {row.path: (row.dtype, row.format, row.axis, row.before, row.after, row.why) for row in report}
     assert known == {
-        "a": ("F32", "int8", -1, 8192, 2048 + 4 * 64, "was F32"),
-        "b": ("F32", "nf4", -1, 8192, 1024 + 4 * 64, "was F32"),
+        "a": ("F32", "int8", -2, 8192, 2048 + 4 * 32, "was F32"),
+        "b": ("F32", "nf4", -2, 8192, 1024 + 4 * 32, "was F32"),
         "c": ("F32", "F16", None, 8192, 4096, "was F32"),
         "norm": ("F32", None, None, 256, 256, "F32 in both"),
     }

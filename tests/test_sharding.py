@@ -72,7 +72,7 @@ def test_quantizing_keeps_the_sharding(layout: Layout, mesh) -> None:
 
 def test_a_block_is_never_cut() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    q = lowbit.quantize(jnp.ones((K, N)))
+    q = lowbit.quantize(jnp.ones((K, N)), axis=-1)
     message = r"Axis -1 of length 256 .* 8 devices of \('x',\): .* whole blocks of 64 elements. 4 devices would do."
     with pytest.raises(ValueError, match=message):
         q.with_sharding(NamedSharding(mesh, P(None, "x")))
@@ -89,12 +89,12 @@ def test_a_block_is_never_cut() -> None:
         implicit(lambda q: jax.device_put(q, columns))(q)
     # Nor when an array that lies so is quantized.
     with pytest.raises(ValueError, match=message):
-        lowbit.quantize(jax.device_put(jnp.ones((K, N)), columns))
+        lowbit.quantize(jax.device_put(jnp.ones((K, N)), columns), axis=-1)
 
 
 def test_a_block_is_never_cut_by_a_shard_map_inside_of_implicit() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    q, columns = lowbit.quantize(jnp.ones((K, N))), P(None, "x")
+    q, columns = lowbit.quantize(jnp.ones((K, N)), axis=-1), P(None, "x")
     message = r"Axis -1 of length 256 .* 8 devices of \('x',\): .* whole blocks of 64 elements. 4 devices would do."
     for w in (q, lowbit.LoraArray(q, jnp.ones((K, 2)), jnp.ones((2, N)))):
         product = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P(), columns), out_specs=columns)
@@ -150,7 +150,7 @@ def test_shardings_of_a_tree(layout: Layout) -> None:
 
 def test_shardings_name_what_is_wrong() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    params = {"layers": {"o": lowbit.quantize(jnp.ones((64, 576)))}, "norm": jnp.ones(36)}
+    params = {"layers": {"o": lowbit.quantize(jnp.ones((64, 576)), axis=-1)}, "norm": jnp.ones(36)}
     everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
     wrong = r"^layers/o: Axis -1 of length 576 cannot be sharded over the 8 devices .* 3 devices would do.$"
     with pytest.raises(ValueError, match=wrong):
@@ -470,7 +470,7 @@ def test_cut_parts_are_noticed(any_layout: Layout) -> None:
 
 
 def test_rows_of_a_transposed_matrix_are_taken_inside_of_implicit() -> None:
-    q = lowbit.Array8B(jax.random.normal(jax.random.key(0), (64, 96)))
+    q = lowbit.Array8B(jax.random.normal(jax.random.key(0), (64, 96)), axis=-1)
     with pytest.raises(ValueError, match="stored transposed, and its components have lost an axis"):
         jax.vmap(lambda row: row @ jnp.ones(64))(q.T)
     got = implicit(lambda q: jax.vmap(lambda row: row @ jnp.ones(64))(q))(q.T)
