@@ -54,7 +54,7 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     assert_shards(w, weight())
     assert_shards(rows, weight())
     return {
-        "columns": {name: lowbit.quantize(w, name) for name in FORMATS},
+        "columns": {name: lowbit.quantize(w, name, axis=-1) for name in FORMATS},
         "rows": {name: FORMATS[name].quantize(rows, axis=-2) for name in FORMATS},
         "squares": jax.device_put(w, over(P("y", "x"), 4, 2)),
         "replicated": jax.device_put(np.arange(6, dtype=np.int32), over(P())),
@@ -137,7 +137,7 @@ def products_are_those_of_the_dense_weights(tree: dict[str, Any], folder: Path) 
                 assert q.sharding == over(spec), (name, q.sharding)
                 dense = np.asarray(stored[kind][name].materialize())
                 if kind == "columns":  # a mean over pieces is rounded otherwise than one over all
-                    alone = lowbit.quantize(jnp.asarray(weight()), name)
+                    alone = lowbit.quantize(jnp.asarray(weight()), name, axis=-1)
                     np.testing.assert_allclose(dense, alone.materialize(), atol=1e-6, rtol=1e-6)
                 want = x @ dense
                 y = product(jax.device_put(x, over(x_spec)), q)
