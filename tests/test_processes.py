@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from files_helpers import GOLDEN, module, reads, signed, split
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from process import COLUMNS, ROWS, K, N, loaded, weight
-from test_files import GOLDEN, module, reads, signed, split
 from typer.testing import CliRunner
 
 import lowbit
