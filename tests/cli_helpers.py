@@ -1,4 +1,4 @@
-"""What the tests of the command share: running it, and a model as Hugging Face has it."""
+"""What the tests of the command share: running it, and a Hugging Face directory."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def left_over(folder: Path) -> list[str]:
 
 
 def huggingface_dir(tiny: Path, folder: Path) -> Path:
-    """The tiny llama as Hugging Face has it: other names, and heads that turn halves."""
+    """The tiny llama as a Hugging Face directory: other names, and rotary embeddings that pair halves of a head."""
     folder.mkdir(parents=True)
     file = GGUFFile(tiny)
     tensors = {

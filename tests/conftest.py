@@ -9,7 +9,7 @@ from helpers import HALF, layouts, more_layouts
 import lowbit
 from lowbit.runtime import _interpret
 
-# Sharding is tested on eight devices that are none; programs that run once are not worth optimizing.
+# Sharding is tested on eight virtual devices. Programs run once, so optimizing them does not pay.
 flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_llvm_disable_expensive_passes=true"
 
@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where time is short, half of the tests that run in every layout, on the oldest JAX a fourth; always the same."""
+    """With LOWBIT_TEST_LAYOUTS=one or other, run only some of the tests of every layout: a fixed half, or a fourth."""
     if HALF is None:
         return
     left = [
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def fresh_policy():
-    """Every test starts with the default policy, and with nothing warned of."""
+    """Start every test with the default policy, and with no warning given yet."""
     _interpret._warned.clear()
     yield
     lowbit.materialization.set("warn")

@@ -37,7 +37,7 @@ def same_bits(got: Any, want: Any) -> bool:
 
 
 def stored(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file as it has them, whatever they are parts of."""
+    """The tensors of a file as stored, with the components of quantized ones as tensors."""
     file = _File(path)
     return {name: file.view(name) for name in file.entries}
 
@@ -53,7 +53,7 @@ def plain_tensors() -> dict[str, np.ndarray]:
 
 
 def raw_file(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
-    """A file with whatever in it; a header that is no bytes is written as JSON."""
+    """A file with any contents; a header that is not bytes is written as JSON."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path
@@ -85,12 +85,12 @@ FIRST, SECOND, INDEX = (
 
 
 def model_dir(path: Path) -> dict[str, np.ndarray]:
-    """A sharded model, one of whose tensors has its parts in two files; its dense values."""
+    """Write a sharded model, one of whose tensors has its components in two files; returns its dense values."""
     path.mkdir(exist_ok=True)
     nf4 = stored(GOLDEN["block64_float16_nested"])
     dense = {"norm": weights(8), "embed": weights(16, 8).astype(ml_dtypes.bfloat16), "w": nf4.pop("expected.w")}
     first = {"norm": dense["norm"], "w": nf4["w"], "w.quant_map": nf4["w.quant_map"]}
-    second = {"embed": dense["embed"], **{name: part for name, part in nf4.items() if name[:2] == "w."}}
+    second = {"embed": dense["embed"], **{name: component for name, component in nf4.items() if name[:2] == "w."}}
     del second["w.quant_map"]
     files = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second}
     for name, tensors in files.items():
@@ -119,7 +119,7 @@ def bytes_of(file: GGUFFile, name: str) -> bytes:
 
 
 def by_the_package(path: Path) -> GGUFFile:
-    """A file all in Q8_0 as gguf.GGUFWriter writes it, with a vector and fields of every type."""
+    """A file in Q8_0 by gguf.GGUFWriter, with a vector and fields of every type."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, (kind, value) in gguf_fields().items():
         array = kind.startswith("[")
@@ -137,7 +137,7 @@ def by_the_package(path: Path) -> GGUFFile:
 
 
 def seeds(tmp_path: Path) -> list[Path]:
-    """Files of every kind, to be changed in place one at a time and read by `reads`."""
+    """Write files of every kind, which tests change in place one at a time and read with `reads`."""
     save_file(plain_tensors(), tmp_path / "plain.safetensors", metadata={"format": "np"})
     for name in ("block64_float16_nested", "crossing"):
         shutil.copyfile(GOLDEN[name], tmp_path / f"{name}.safetensors")
@@ -149,7 +149,7 @@ def seeds(tmp_path: Path) -> list[Path]:
 
 
 def reads(path: Path) -> Any:
-    """Everything in a file, or in the directory that it belongs to, both as it is stored and dense."""
+    """Everything in a file, or in its directory, both as stored and dense."""
     if (path.parent / INDEX).exists() or path.name == INDEX:
         file: Any = HuggingFaceDir(path.parent)
     else:

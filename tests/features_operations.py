@@ -116,7 +116,7 @@ def attention(x, p):
     return jax.nn.dot_product_attention(q, q, p["w"][:8, :64].reshape(1, 8, 2, 32))
 
 
-# --- looking up and moving
+# --- lookups and structural operations
 
 
 @layout_matters
@@ -188,7 +188,7 @@ def permuted(x, p):
     return jnp.transpose(p["heads"], (2, 0, 1)), jnp.swapaxes(p["stack"], 0, 2), p["stack"].mT, p["w"].T.T
 
 
-# --- everything else, as on the dense array
+# --- operations that go dense
 
 
 @may_go_dense

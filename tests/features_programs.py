@@ -212,7 +212,7 @@ def _(primals, tangents):
     return _scaled_sine(x, w), 3 * (dx @ w)
 
 
-@may_go_dense  # the rule itself is handed a zero tangent of the weight's shape, as in the dense program
+@may_go_dense  # the custom rule gets a zero tangent of the weight's shape, as in the dense program
 def custom_jvp(x, p):
     return _scaled_sine(x, p["w"]), jax.grad(lambda x: _scaled_sine(x, p["w"]).sum())(x)
 

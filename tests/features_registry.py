@@ -22,6 +22,6 @@ def may_go_dense(fn: Feature) -> Feature:
 
 
 def layout_matters(fn: Feature) -> Feature:
-    """For features that are tested with blocks along either axis and without."""
+    """Mark a feature that is tested with blocks along either axis and without blocks."""
     LAYOUT_MATTERS.append(fn.__name__)
     return fn

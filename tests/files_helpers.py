@@ -31,11 +31,11 @@ def weights(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 def assert_same(got: Any, want: Any, path: str = "tree") -> None:
-    """The same containers in the same order, the same types of leaves, the same bits."""
+    """Assert the same containers in the same order, the same types of leaves, the same bits."""
     if isinstance(want, QuantizedArray):
         assert type(got) is type(want), path
         assert_same_bits(got, want)
-        assert all(isinstance(part, jax.Array) for part in jax.tree.leaves(got)), path
+        assert all(isinstance(component, jax.Array) for component in jax.tree.leaves(got)), path
     elif isinstance(want, dict):
         assert type(got) is dict and list(got) == list(want), path
         for key in want:
@@ -78,13 +78,13 @@ def seeds(tmp_path: Path) -> list[Path]:
 
 
 def reads(path: Path) -> Any:
-    """All that can be read of a file."""
+    """Everything that can be read from a file."""
     file = LowbitFile(path)
     return load_metadata(path), load(path), {name: [file.type(name), file.array(name)] for name in file}
 
 
 def refused(path: Path) -> tuple[str, int]:
-    """What the error says, and how many bytes were allocated until then."""
+    """The message of the error, and the peak of allocated bytes."""
     error = ""
     tracemalloc.start()
     try:
@@ -98,7 +98,7 @@ def refused(path: Path) -> tuple[str, int]:
 
 
 def mutated(contents: bytes, dice: random.Random) -> bytes:
-    """A file with some bytes changed, put in, left out, or swapped."""
+    """Change, insert, remove or copy some bytes."""
     changed = bytearray(contents)
     for _ in range(dice.choice([1, 1, 1, 2, 8])):
         at, width = dice.randrange(len(changed)), dice.choice([1, 1, 1, 4, 64])
@@ -109,8 +109,8 @@ def mutated(contents: bytes, dice: random.Random) -> bytes:
                 changed[at:at] = dice.randbytes(width)
             case 2:
                 other = dice.randrange(len(changed))
-                piece = changed[other : other + width]
-                changed[at : at + len(piece)] = piece
+                copied = changed[other : other + width]
+                changed[at : at + len(copied)] = copied
             case 3:
                 changed[at] ^= 1 << dice.randrange(8)
             case _:
@@ -121,7 +121,7 @@ def mutated(contents: bytes, dice: random.Random) -> bytes:
 
 
 def signed(header: bytes, data: bytes) -> bytes:
-    """A file with whatever header, and the checksum that it should have."""
+    """A file with this header and a valid checksum."""
     start = len(header).to_bytes(8, "little") + header
     return start + data + hashlib.sha256(start).digest()
 

@@ -3,7 +3,7 @@
 python tests/fuzz.py --files 100000 [--save]
 
 `make fuzz` runs it; the tests themselves run some thousands of such files. A file may be read, or refused by a
-`ValueError` that names it. A file of ours that is read must be the one that was written.
+`ValueError` that names it. A lowbit file that is read must be the one that was written.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def hung(*_: Any) -> None:
 
 
 def fuzz(kind: str, files: int, seed: int) -> dict[str, Any]:
-    """Read so many changed files of a kind, ours or foreign; how many were read and refused."""
+    """Read this many changed files, lowbit files ("ours") or foreign ones; returns how many were read and refused."""
     # Here, since pytest collects this file too, in environments that have fewer packages.
     import exchange_helpers
     import files_helpers

@@ -16,12 +16,13 @@ from lowbit.io import open_tensors, save
 from lowbit.io.streaming import _staging
 
 HERE = Path(__file__).parent
-ONE_DEVICE = {**os.environ, "XLA_FLAGS": ""}  # as a user has it
-PART = [".lowbit-out.journal", ".lowbit-out.part"]
+ONE_DEVICE = {**os.environ, "XLA_FLAGS": ""}  # without the virtual devices of the tests
+STAGING = [".lowbit-out.journal", ".lowbit-out.part"]
 
 
 BOTH = QuantizationConfig("int8", axis=(-2, -1))
-# Each way to cut: by rows, by rows of blocks, by columns, by layers, within a row, not at all; and what is not full.
+# Every way to split into chunks: by rows, by rows of blocks, by columns, by layers, within a row, or not at all. Some
+# tensors have short last blocks or bytes.
 CASES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     **{f"{format}.weight": ((40, 192), np.float32, format) for format in lowbit.FORMATS},
     **{f"{format}.kernel": ((192, 40), ml_dtypes.bfloat16, format) for format in lowbit.FORMATS},
@@ -45,12 +46,12 @@ RULES = [Rule(name, format) for name, (_, _, format) in CASES.items()]
 def tensors(seed: int = 3) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     made = {name: np.asarray(rng.standard_normal(shape)).astype(dtype) for name, (shape, dtype, _) in CASES.items()}
-    made["int8.kernel"][:, 5] = 0  # a scale of zeros
+    made["int8.kernel"][:, 5] = 0  # a column of zeros has the scale 0
     return made
 
 
 def in_memory(source: Path, target: Path, rules: Any) -> bytes:
-    """What one has by holding every tensor whole."""
+    """The file that is made by quantizing every tensor whole, in memory."""
     file = open_tensors(source)
     plans, _ = converting.plans_for(file, rules, strict=False)
     arrays = {name: file.array(name) for name in file}
@@ -63,7 +64,7 @@ INT8 = ("--format", "int8", "--rule", "re:(?!int8).*=keep")
 
 
 def stopped(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> Callable[[], int]:
-    """Have the third piece fail that has scales, when its codes are written; how many parts of pieces were."""
+    """Raise `error` when the third chunk with scales is written. Returns a function that counts components."""
     names: list[str] = []
     write = _staging.StagingFile.put
 

@@ -20,22 +20,25 @@ from lowbit.formats.nf4 import LEVELS, dynamic_map
 from lowbit.io import HuggingFaceDir, SafetensorsFile, bitsandbytes
 from lowbit.io.bitsandbytes import DequantizedWarning, bitsandbytes_tensors, quantization_config
 
-# --- what bitsandbytes saved
+# --- files that bitsandbytes saved
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_codes_and_scales_of_bitsandbytes_are_kept(name):
-    file, parts = SafetensorsFile(GOLDEN[name]), stored(GOLDEN[name])
+    file, components = SafetensorsFile(GOLDEN[name]), stored(GOLDEN[name])
     assert sorted(file) == ["bias", "expected.w", "w"] and file.type("w") == "nf4"
     array = file.array("w")
     assert isinstance(array, ArrayNF4) and array.axis == -1
-    assert array.shape == file.shape("w") == parts["expected.w"].shape and array.dtype == parts["expected.w"].dtype
-    assert np.asarray(array.packed).tobytes() == parts["w"].tobytes()
-    assert np.asarray(array.scales).tobytes() == parts["w.absmax"].tobytes()
-    assert array.scales.dtype == (np.uint8 if "w.nested_absmax" in parts else np.float32)
-    # What bitsandbytes itself dequantizes them to.
-    assert same_bits(array.materialize(), parts["expected.w"])
-    assert same_bits(file.dense("w", array.dtype), parts["expected.w"])
+    assert (
+        array.shape == file.shape("w") == components["expected.w"].shape
+        and array.dtype == components["expected.w"].dtype
+    )
+    assert np.asarray(array.packed).tobytes() == components["w"].tobytes()
+    assert np.asarray(array.scales).tobytes() == components["w.absmax"].tobytes()
+    assert array.scales.dtype == (np.uint8 if "w.nested_absmax" in components else np.float32)
+    # The values that bitsandbytes itself dequantizes to.
+    assert same_bits(array.materialize(), components["expected.w"])
+    assert same_bits(file.dense("w", array.dtype), components["expected.w"])
     assert same_bits(file.dense("w"), array.astype(np.float32).materialize())
     assert not file.dequantized
 
@@ -79,17 +82,17 @@ def test_a_nested_map_a_few_ulps_apart_is_read(tmp_path):
     file = SafetensorsFile(tmp_path / "a.safetensors")
     array: Any = file.array("w")
     assert same_bits(np.asarray(array.scales).reshape(-1), tensors["w.absmax"])
-    # The numbers are those of the file's own map.
+    # Values are decoded by the map in the file.
     scales = shifted[tensors["w.absmax"]] * tensors["w.nested_absmax"] + np.asarray(array.offset).reshape(-1)
     codes = np.stack([tensors["w"] >> 4, tensors["w"] & 15], -1).reshape(-1, 64)
     assert same_bits(file.dense("w"), (LEVELS[codes] * scales[:, None]).reshape(8, 256))
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_was_read_is_written_as_bitsandbytes_wrote_it(name):
-    want = {key: part for key, part in stored(GOLDEN[name]).items() if key.partition(".")[0] == "w"}
+def test_tensors_are_written_as_bitsandbytes_wrote_them(name):
+    want = {key: component for key, component in stored(GOLDEN[name]).items() if key.partition(".")[0] == "w"}
     got = bitsandbytes_tensors("w", SafetensorsFile(GOLDEN[name]).array("w"))
-    if name == "storage_bfloat16":  # written as uint8, in which all else is the same
+    if name == "storage_bfloat16":  # written as uint8; the bytes are the same
         want["w"] = want["w"].reshape(-1).view(np.uint8).reshape(-1, 1)
     assert got.keys() == want.keys()
     for key in want:
@@ -103,7 +106,7 @@ def test_dense_weights_are_requantized_as_bitsandbytes_quantizes(name):
     block = 128 if name.startswith("block128") else 64
     array = ArrayNF4.quantize(dense, block, axis=-1) if block == 128 else dense
     got = bitsandbytes_tensors("w", array, requantize=True)
-    if name == "crossing":  # what fills up the last byte differs, and is not read
+    if name == "crossing":  # the padding of the last byte differs, and is not read
         got["w"] = np.concatenate([got["w"][:-1], got["w"][-1:] & 0xF0 | want["w"][-1:] & 0x0F])
     for key in got:
         assert same_bits(got[key], want[key]), key
@@ -131,7 +134,7 @@ def test_arrays_come_back_from_what_is_written(shape, double_quant, tmp_path):
     assert isinstance(got, ArrayNF4) and got.dtype == array.dtype and got.shape == shape
     assert same_bits(got.packed, array.packed)
     assert same_bits(got.absmax, array.absmax)
-    assert (got.group_absmax is not None) == (double_quant and shape[0] == 1)  # of a stack decoded
+    assert (got.group_absmax is not None) == (double_quant and shape[0] == 1)  # the scales of a stack are decoded
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
@@ -202,21 +205,21 @@ def test_the_config_is_what_transformers_writes():
     assert json.loads(json.dumps(quantization_config()))["llm_int8_skip_modules"] is None
 
 
-# --- checkpoints that lie
+# --- inconsistent checkpoints
 
 
 def without(*names: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def instead(**parts: Any) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """The tensors with some parts of `w` changed."""
-    changed = {"w" if part == "codes" else f"w.{part}": np.asarray(value) for part, value in parts.items()}
+def instead(**components: Any) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Change some components of `w`."""
+    changed = {"w" if name == "codes" else f"w.{name}": np.asarray(value) for name, value in components.items()}
     return lambda tensors: tensors | changed
 
 
 def state(text: bytes | None = None, **fields: Any) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """The tensors with other JSON, or with some fields of it changed; those that are Ellipsis are left out."""
+    """Replace the JSON, or change some of its fields; Ellipsis removes a field."""
 
     def changed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         found = json.loads(tensors["w" + STATE].tobytes()) | fields
@@ -231,7 +234,7 @@ def renamed(old: str, new: str) -> Callable[[dict[str, np.ndarray]], dict[str, n
 
 
 F32 = np.float32
-LIES: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], str]] = {
+INCONSISTENT: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], str]] = {
     "no codes": (without("w"), "lacks 'w'"),
     "no absmax": (without("w.absmax"), "lacks 'w.absmax'"),
     "no quant_map": (without("w.quant_map"), "lacks 'w.quant_map'"),
@@ -291,9 +294,9 @@ LIES: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], 
 }
 
 
-@pytest.mark.parametrize("case", LIES)
-def test_a_checkpoint_that_lies_is_one_error(case, tmp_path):
-    change, message = LIES[case]
+@pytest.mark.parametrize("case", INCONSISTENT)
+def test_an_inconsistent_checkpoint_raises_one_error(case, tmp_path):
+    change, message = INCONSISTENT[case]
     tensors = change(stored(GOLDEN["block64_float16_nested"]))
     path = tmp_path / "hostile.safetensors"
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path)

@@ -24,7 +24,7 @@ from lowbit.io import GGUFFile, open_tensors
 from lowbit.io import _convert as converting
 
 
-def test_a_gguf_goes_through_a_file_of_ours_and_back(tiny: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_survives_a_round_trip_through_a_lowbit_file(tiny: Path, tmp_path: Path) -> None:
     ours, back = tmp_path / "ours.safetensors", tmp_path / "back.gguf"
     run("convert", tiny, ours)
     file, original = open_tensors(ours), GGUFFile(tiny)
@@ -34,7 +34,7 @@ def test_a_gguf_goes_through_a_file_of_ours_and_back(tiny: Path, tmp_path: Path)
     fields = dict(GGUFFile(back).fields)
     assert fields.pop("general.file_type").value == 7 and fields == original.fields
     assert GGUFFile(back).type("token_embd.weight") == "Q8_0"
-    # Bits that are stored are kept on every way.
+    # Stored bits are kept in both directions.
     ours.unlink()
     run("convert", back, ours)
     assert open_tensors(ours).type("token_embd.weight") == "int8"
@@ -61,7 +61,7 @@ def test_quantized_files_generate_what_quantized_models_do(tiny: Path, tmp_path:
     run("quantize", tiny, tmp_path / "c", "--strict", "--rule", "*ffn_dwn*=int8", code=1)
 
 
-def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> None:
+def test_hugging_face_directories_are_read_and_written(tiny: Path, tmp_path: Path) -> None:
     folder = huggingface_dir(tiny, tmp_path / "hf")
     want = LanguageModel.from_gguf(tiny).logits(TOKENS)
     np.testing.assert_allclose(LanguageModel.from_file(folder, "float32").logits(TOKENS), want, atol=1e-5)
@@ -74,7 +74,7 @@ def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> N
     error = np.linalg.norm(model.logits(TOKENS) - want) / np.linalg.norm(want)
     assert 0 < error < 0.05
     assert run("generate", "a low", "--raw", "--tokens", 3, "--model", ours).output.endswith("\n")
-    # And as bitsandbytes has it, which is read back bit for bit.
+    # Written for bitsandbytes, and read back bit for bit.
     other = tmp_path / "bnb"
     assert "--requantize" in run("quantize", folder, other, "--to", "bitsandbytes", code=1).stderr
     run("quantize", folder, other, "--to", "bitsandbytes", "--requantize")
@@ -93,7 +93,7 @@ def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> N
     assert "was quantized by gptq" in run("convert", folder, tmp_path / "b", code=1).stderr
 
 
-def test_inspect_and_compare_tell_what_is_there(tiny: Path, tmp_path: Path) -> None:
+def test_inspect_and_compare_list_the_tensors(tiny: Path, tmp_path: Path) -> None:
     found = json.loads(run("inspect", tiny, "--json").output)
     assert found["tensors"][0] == {"name": "blk.0.attn_q.weight", "shape": [64, 64], "type": "F32", "bytes": 16384}
     lines = run("inspect", tiny).output.splitlines()
@@ -138,7 +138,7 @@ def mistakes(tiny: Path, folder: Path) -> dict[str, tuple[tuple[Any, ...], str]]
     }
 
 
-def test_every_mistake_is_one_line_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_every_mistake_is_reported_in_one_line_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     for args, text in mistakes(tiny, tmp_path).values():
         before = sorted(os.listdir(tmp_path))
         result = run(*args, code=1)
@@ -147,9 +147,9 @@ def test_every_mistake_is_one_line_and_changes_nothing(tiny: Path, tmp_path: Pat
     assert (tmp_path / "there").read_text() == "old"
 
 
-@pytest.mark.parametrize("to", ["safetensors", "gguf"])  # of files of ours a part is left, see test_stream
+@pytest.mark.parametrize("to", ["safetensors", "gguf"])  # lowbit files leave a staging file, see test_stream_resume
 @pytest.mark.parametrize("force", [False, True])
-def test_what_fails_on_the_way_leaves_the_old_file(
+def test_a_failing_command_leaves_the_old_file(
     force: bool, to: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "model.safetensors"
@@ -196,7 +196,7 @@ def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
     assert f"Example: lowbit {command}" in text and run(command, "-h").output == text
     assert len(text.splitlines()) <= 40
     options = re.findall(r"^  (?:-\w, )?(--[\w-]+) (<\S+>|[a-z]\S*)", text, re.MULTILINE)
-    assert not options, "metavars are in capitals"
+    assert not options, "metavars must be in capitals"
 
 
 def test_help_lists_the_commands_each_on_a_line() -> None:
@@ -226,7 +226,7 @@ def test_python_m_lowbit_is_the_command(tiny: Path) -> None:
     assert result.returncode == 0 and result.stdout.startswith("name ")
 
 
-def test_gguf_types_that_are_no_format_of_ours_are_decoded_once(tmp_path: Path) -> None:
+def test_gguf_types_without_a_lowbit_format_are_decoded_and_quantized(tmp_path: Path) -> None:
     w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     path = tmp_path / "q4.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -246,7 +246,7 @@ def test_gguf_types_that_are_no_format_of_ours_are_decoded_once(tmp_path: Path) 
     assert open_tensors(tmp_path / "b").type("Q8_0.weight") == "nf4"
 
 
-# --- nothing printed that is not so
+# --- printed numbers
 
 
 def sizes(path: Path) -> tuple[int, int]:
@@ -279,7 +279,7 @@ def test_totals_are_those_of_the_file(to: str, tiny: Path, tmp_path: Path) -> No
     assert ("15 tensors have the error of nf4 and the size of " + stored in text) == (to != "lowbit")
 
 
-def test_growth_is_said_as_growth(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_that_grows_is_reported_as_larger(tiny: Path, tmp_path: Path) -> None:
     run("quantize", tiny, tmp_path / "nf4")
     assert "cannot hold 15 tensors" in run("convert", tmp_path / "nf4", tmp_path / "f16.gguf", code=1).stderr
     before, after = sizes(tmp_path / "nf4")[0], sizes(tiny)[0]
@@ -355,7 +355,7 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_numbers_that_are_not_finite_never_pass(case: str, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_raise(case: str, tmp_path: Path) -> None:
     *pair, error = NOT_FINITE[case]
     for name, values in zip("ab", pair, strict=True):
         lowbit.save(tmp_path / name, {"w": np.array(values, np.float32), "v": np.ones(3, np.float32)})

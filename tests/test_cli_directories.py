@@ -1,4 +1,4 @@
-"""Directories that the command writes: files of others in them stay, and nothing is lost on the way."""
+"""Directories that the command writes: foreign files stay, and an interrupted run loses nothing."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ FOREIGN = {"thesis.txt": "mine", "notes/day.md": "1", ".hidden": "h", "weights.b
 
 
 @pytest.mark.parametrize("to", ["lowbit", "bitsandbytes", "safetensors"])
-def test_files_of_others_stay_in_a_directory_that_is_replaced(to: str, tiny: Path, tmp_path: Path) -> None:
+def test_foreign_files_stay_in_a_directory_that_is_replaced(to: str, tiny: Path, tmp_path: Path) -> None:
     source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
     put(source, {"onnx/config.json": "{}"})
     given = ("quantize", source, target, "--to", to, "--requantize", "--dequantize", "--force")
@@ -46,14 +46,14 @@ def test_files_of_others_stay_in_a_directory_that_is_replaced(to: str, tiny: Pat
     now = contents(target)
     assert {name: now[name] for name in foreign} == foreign and (target / "link").is_symlink()
     assert now["LICENSE"] == b"new" and now["onnx/config.json"] == b"[]"
-    # What lowbit wrote and writes no more is gone.
+    # Files of the previous run that are no longer written are removed.
     assert now.keys() - foreign.keys() - {"LICENSE"} == first.keys() - {"README.md"}
     assert left_over(tmp_path) == [] and left_over(target) == [".hidden", ".lowbit.json"]
 
 
-def test_a_directory_of_others_is_filled_and_nothing_in_it_changes(tiny: Path, tmp_path: Path) -> None:
+def test_a_foreign_directory_is_filled_and_its_files_do_not_change(tiny: Path, tmp_path: Path) -> None:
     source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
-    foreign = put(target, {**FOREIGN, "README.md": "tiny"})  # the last as the source has it
+    foreign = put(target, {**FOREIGN, "README.md": "tiny"})  # the last is that of the source
     run("quantize", source, target, "--force")
     assert {name: contents(target)[name] for name in foreign} == foreign
     manifest = json.loads((target / ".lowbit.json").read_text())["files"]
@@ -63,7 +63,7 @@ def test_a_directory_of_others_is_filled_and_nothing_in_it_changes(tiny: Path, t
     assert {name: contents(target)[name] for name in foreign} == foreign
 
 
-def test_what_a_user_has_changed_is_not_removed(tiny: Path, tmp_path: Path) -> None:
+def test_files_that_a_user_has_changed_are_not_removed(tiny: Path, tmp_path: Path) -> None:
     source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
     put(source, {"LICENSE": "l"})
     run("quantize", source, target)
@@ -87,7 +87,7 @@ IN_THE_WAY = {
 
 
 @pytest.mark.parametrize("case", IN_THE_WAY)
-def test_files_of_others_are_never_replaced(case: str, tiny: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_never_replaced(case: str, tiny: Path, tmp_path: Path) -> None:
     source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
     run("quantize", source, target)
     IN_THE_WAY[case](target)
@@ -109,7 +109,7 @@ def test_a_manifest_cannot_name_files_outside_of_its_directory(tiny: Path, tmp_p
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_places_that_nobody_means_are_refused_by_name(
+def test_the_home_working_and_source_directories_are_refused_as_targets(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = huggingface_dir(tiny, tmp_path / "models" / "hf")
@@ -131,7 +131,7 @@ def test_places_that_nobody_means_are_refused_by_name(
         with pytest.raises(ValueError, match=re.escape(told)):
             converting.convert(open_tensors(source), Path(target))
     for target, told in {"/": "/ is the root directory", "/dev/shm": "/dev/shm is a mount point"}.items():
-        with pytest.raises(ValueError, match=told):  # of the command only what comes before any work
+        with pytest.raises(ValueError, match=told):  # only the checks that come before any work
             converting.check_target(source, Path(target), force=True)
     assert contents(tmp_path) == before and left_over(tmp_path) == []
 
@@ -161,7 +161,7 @@ def test_a_directory_is_on_the_disk_before_the_old_state_goes(
     for name in ("unlink", "rmdir"):
         record(name, lambda path: path)
     run("quantize", source, target, "--force", "--format", "int8")
-    places = {event: i for i, event in enumerate(done)}  # the last time of each
+    places = {event: i for i, event in enumerate(done)}  # the last call for each
     first = {event: i for i, event in reversed(list(enumerate(done)))}
     commit = places["rename", "out/.lowbit-new"]
     files = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]

@@ -99,7 +99,7 @@ def test_codes_without_a_scale_have_one_threshold(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["nf4", "int8", "ternary", "binary"])
-def test_nan_does_not_raise_and_is_not_hidden(dtype: str) -> None:
+def test_nan_does_not_raise_and_reads_as_nan(dtype: str) -> None:
     got = quantization.quantize(W.at[3, 5].set(jnp.nan), dtype=dtype)
     assert bool(jnp.isnan(got.materialize()[3, 5]))
 
@@ -208,7 +208,7 @@ def test_functions() -> None:
     packed, absmax = functions.single_quantize_and_pack_nf4(W, block_size=64)
     assert packed.shape == (128, 4, 32) and absmax.shape == (128, 4)
     assert_close(functions.single_dequantize_nf4(packed, absmax, block_size=64), lowbit.quantize(W, axis=-1))
-    # Decoding is the table, to the bit.
+    # Decoding gives the table, to the bit.
     np.testing.assert_array_equal(functions.nf4xf32_to_f32(jnp.arange(16)), functions.get_nf4())
     assert functions.get_nf4()[0] == -1 and functions.get_nf4()[7] == 0 and functions.get_nf4()[15] == 1
     np.testing.assert_array_equal(functions.i8tou8(jnp.array([-1, 0, 127], jnp.int8)), [255, 0, 127])

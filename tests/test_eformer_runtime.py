@@ -122,9 +122,9 @@ def test_escale() -> None:
     assert escale.extract_shardings(placed)["layer"]["weight"] == placed["layer"]["weight"].sharding
     assert not gather["layer"]["weight"](placed["layer"]["weight"]).is_sharded
     with jax.set_mesh(mesh):
-        if hasattr(jax.sharding, "get_mesh"):  # older ones do not tell
+        if hasattr(jax.sharding, "get_mesh"):  # older versions do not expose it
             assert escale.get_mesh_axis_size(("dp", "tp")) == 8 and escale.names_in_current_mesh("dp")
-            # 5 does not divide, so that axis stays whole.
+            # 5 is not divisible, so that axis is not sharded.
             assert escale.get_corrected_named_sharding((4, 5), P("dp", "tp")).spec == P("dp", None)
     assert escale.with_sharding_constraint(W, P("dp")) is W  # no mesh
     assert escale.lax_reshard(W[:, :5], escale.NamedSharding(mesh, P("dp", "tp"))).sharding.spec == P("dp", None)
@@ -134,7 +134,7 @@ def test_escale() -> None:
         _ = escale.AutoShardingRule
 
 
-# --- classes of your own
+# --- user-defined classes
 
 
 @dataclasses.dataclass
@@ -148,7 +148,7 @@ class LowRank(jaximus.ImplicitArray):
 
 @dataclasses.dataclass
 class Folded(jaximus.ImplicitArray, warn_on_materialize=False):
-    """Whose values depend on the shape and the dtype that it is given."""
+    """Its values depend on the given shape and dtype."""
 
     data: jax.Array
     scale: float = jaximus.aux_field(default=1.0)
@@ -168,10 +168,10 @@ def test_shape_and_dtype_are_fields_of_user_defined_classes() -> None:
             assert_close(X @ same, X @ (a @ b))
             assert_close(jax.jit(jaximus.implicit(lambda x, w: x @ w))(X, same), X @ (a @ b))
     assert [leaf.shape for leaf in jax.tree.leaves(array)] == [(128, 4), (4, 256)]
-    assert jax.tree.map(lambda leaf: None, array, is_leaf=lambda x: x is None).a is None  # whatever JAX puts there
+    assert jax.tree.map(lambda leaf: None, array, is_leaf=lambda x: x is None).a is None  # placeholders of JAX
     other = dataclasses.replace(array, a=2 * a)
     assert_close(other.materialize(), 2 * (a @ b), 1e-6)
-    # What is not given follows from the fields, also in a loop over layers.
+    # A shape that is not given follows from the fields, also in a loop over layers.
     stack = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), LowRank(a, b))
     assert stack.shape == (2, 128, 256)
     with lowbit.materialization("allow"):

@@ -17,7 +17,7 @@ def seed(request, tmp_path):
     return seeds(tmp_path)[request.param]
 
 
-def test_every_cut_is_one_error_that_names_the_file(seed):
+def test_every_truncation_raises_one_error_that_names_the_file(seed):
     contents = seed.read_bytes()
     reads(seed)
     needed = len(contents) - 32 if seed.suffix == ".gguf" else len(contents)  # GGUF ends in padding
@@ -27,7 +27,7 @@ def test_every_cut_is_one_error_that_names_the_file(seed):
             reads(seed)
 
 
-def test_changed_bytes_read_or_are_one_error_that_names_the_file(seed):
+def test_changed_bytes_are_read_or_raise_one_error_that_names_the_file(seed):
     contents = seed.read_bytes()
     dice = random.Random(0)
     outcomes = {"read": 0, "refused": 0}
@@ -51,14 +51,14 @@ def test_changed_bytes_read_or_are_one_error_that_names_the_file(seed):
     assert peak < 2 << 20
 
 
-def test_whatever_bytes_scales_and_codes_have_they_decode(tmp_path):
-    for name in ("block64_bfloat16_nested", "block64_float16", "crossing_nested"):
-        tensors = stored(GOLDEN[name])
+def test_any_bytes_of_scales_and_codes_decode(tmp_path):
+    for file in ("block64_bfloat16_nested", "block64_float16", "crossing_nested"):
+        tensors = stored(GOLDEN[file])
         dice = np.random.default_rng(0)
-        for part in ("w", "w.absmax", "w.nested_absmax"):
-            if part in tensors:
-                old = tensors[part]
-                tensors[part] = np.frombuffer(dice.bytes(old.nbytes), old.dtype).reshape(old.shape)
+        for name in ("w", "w.absmax", "w.nested_absmax"):
+            if name in tensors:
+                old = tensors[name]
+                tensors[name] = np.frombuffer(dice.bytes(old.nbytes), old.dtype).reshape(old.shape)
         save_file(tensors, tmp_path / "a.safetensors")
         _, found = reads(tmp_path / "a.safetensors")
         assert found["w"][1].dtype == np.float32

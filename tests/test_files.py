@@ -19,7 +19,7 @@ from lowbit.io import LowbitFile, _dtypes, load, load_metadata, save
 EXAMPLE = Path(__file__).parent.parent / "examples" / "new_format.py"
 
 
-# --- what comes back
+# --- round trips
 
 
 def test_the_file_of_version_1_is_read_as_it_was_written():
@@ -28,7 +28,7 @@ def test_the_file_of_version_1_is_read_as_it_was_written():
     tree = load(made.OUT)
     assert_same(tree, made.contents())
     assert load_metadata(made.OUT) == made.METADATA
-    # Numbers that do not depend on our own classes.
+    # Numbers that do not depend on the classes of lowbit.
     file = LowbitFile(made.OUT)
     assert file.dense("ternary").tolist() == [[1, 0, -1, 1, 0], [-1, 0, 0, 0, 1]]
     assert file.dense("layers/0/kernel")[0, 14:20].tolist() == [98, 105, 224, 238, 252, -246]
@@ -229,7 +229,7 @@ def test_metadata_that_would_not_come_back_is_refused(metadata, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# --- checkpoints of others
+# --- checkpoints of Orbax
 
 
 @pytest.mark.frameworks

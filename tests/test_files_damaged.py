@@ -44,7 +44,7 @@ def test_files_of_no_known_kind_are_refused(tmp_path):
         load(tmp_path)
 
 
-def test_a_drop_in_class_of_the_same_name_does_not_stand_in_the_way(tmp_path):
+def test_arrays_of_the_drop_in_load_as_lowbit_arrays(tmp_path):
     from lowbit.compat.eformer import arrays
 
     ours, theirs = ArrayNF4.quantize(weights(4, 64), axis=-1), arrays.ArrayNF4(weights(4, 64))
@@ -54,7 +54,7 @@ def test_a_drop_in_class_of_the_same_name_does_not_stand_in_the_way(tmp_path):
         assert np.array_equal(array.materialize(), ours.materialize())
 
 
-def test_every_cut_is_an_error_that_names_the_file(tmp_path):
+def test_every_truncation_raises_an_error_that_names_the_file(tmp_path):
     path = tmp_path / "b.safetensors"
     contents = seeds(tmp_path)[0].read_bytes()
     for size in range(len(contents)):
@@ -78,16 +78,31 @@ def test_no_changed_byte_gives_another_array(tmp_path):
                 refused += 1
             else:
                 assert_same(got, want)
-                assert changed == contents  # there is no byte that does not count
+                assert changed == contents  # every byte is checked
     assert refused > 1900
 
 
-def test_whatever_a_header_says_it_reads_or_raises_one_error(tmp_path):
+def test_any_header_is_read_or_raises_one_error(tmp_path):
     dice = random.Random(1)
     path = tmp_path / "b.safetensors"
     outcomes = {"read": 0, "refused": 0}
-    # Changes that leave most of it readable: a digit, a letter, a piece of JSON.
-    pieces = [b"0", b"-1", b"9" * 30, b"1e9", b"null", b"true", b"[]", b"{}", b'\\"', b"\\ud800", b"", b",", b"]", b"}"]
+    # Changes that leave most of it readable: a digit, a letter, a token of JSON.
+    changes = [
+        b"0",
+        b"-1",
+        b"9" * 30,
+        b"1e9",
+        b"null",
+        b"true",
+        b"[]",
+        b"{}",
+        b'\\"',
+        b"\\ud800",
+        b"",
+        b",",
+        b"]",
+        b"}",
+    ]
     for seed in seeds(tmp_path):
         header, data = split(seed)
         tokens = re.findall(rb'[\w.]+|\\?"|[^\w]', header.rstrip())
@@ -95,7 +110,7 @@ def test_whatever_a_header_says_it_reads_or_raises_one_error(tmp_path):
             changed = list(tokens)
             for _ in range(dice.choice([1, 1, 2])):
                 at = dice.randrange(4, len(changed))
-                changed[at] = dice.choice([*pieces, dice.choice(tokens), changed[at] + b"1"])
+                changed[at] = dice.choice([*changes, dice.choice(tokens), changed[at] + b"1"])
             path.write_bytes(signed(b"".join(changed), data))
             try:
                 got = reads(path)

@@ -18,11 +18,11 @@ from lowbit.io.container import _header
 CODES, SCALES = np.arange(32, dtype=np.int8).reshape(4, 8), np.ones((4, 1), np.float32)
 STATIC = {"dtype": {"dtype": "F32"}, "spans": [0], "lengths": [], "transposed": False, "use_kernel": True}
 STATIC |= {"compute": "exact"}
-PARTS = {"codes": "w/codes", "scales": "w/scales", "index": None}
+COMPONENTS = {"codes": "w/codes", "scales": "w/scales", "index": None}
 TENSORS = {"w/codes": CODES, "w/scales": SCALES}
 
 
-def quantized(cls: str = "Array8B", parts: Any = PARTS, **static: Any) -> dict[str, Any]:
+def quantized(cls: str = "Array8B", parts: Any = COMPONENTS, **static: Any) -> dict[str, Any]:
     return {"quantized": cls, "static": STATIC | static, "parts": parts}
 
 
@@ -40,7 +40,7 @@ def forged(
     crc32: Any = None,
     replace: tuple[bytes, bytes] = (b"", b""),
 ) -> Path:
-    """A file with whatever in it, and the right checksums."""
+    """A file with any contents and the right checksums."""
     tensors = TENSORS if tensors is None else tensors
     data = b"".join(array.tobytes() for array in tensors.values())
     sums = {name: f"{zlib.crc32(array.tobytes()):08x}" for name, array in tensors.items()}
@@ -58,7 +58,7 @@ def forged(
     for name, changes in (entries or {}).items():
         header[name] = header.get(name, {}) | changes if isinstance(changes, dict) else changes
     header["__metadata__"] = {name: text for name, text in header["__metadata__"].items() if text is not None}
-    path = folder / "lie.safetensors"
+    path = folder / "forged.safetensors"
     written = json.dumps(header, separators=(",", ":")).encode()
     assert replace[0] in written
     path.write_bytes(signed(written.replace(*replace) if replace[0] else written, data))
@@ -70,8 +70,8 @@ def deep(depth: int) -> str:
 
 
 W = "tensor 'w/codes'"
-NF4 = {"parts": {**PARTS, "group_absmax": None, "offset": None}, "spans": [64]}
-LIES: dict[str, tuple[dict[str, Any], str]] = {
+NF4 = {"parts": {**COMPONENTS, "group_absmax": None, "offset": None}, "spans": [64]}
+FORGED: dict[str, tuple[dict[str, Any], str]] = {
     "newer": ({"texts": {"lowbit.version": "3"}}, "a lowbit file of version 3, and this lowbit reads versions 1 and 2"),
     "no index": ({"texts": {"lowbit.version": "2"}}, "its metadata must be the texts .*, lowbit.files, lowbit.pieces"),
     "version 0": ({"texts": {"lowbit.version": "0"}}, "version 0"),
@@ -81,11 +81,11 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "more texts": ({"texts": {"more": ""}}, "its metadata must be the texts"),
     "tree of its own": ({"texts": {"lowbit.tree": {}}}, "its metadata must be the texts"),
     "metadata": ({"texts": {"lowbit.metadata": "[1]"}}, "lowbit.metadata has JSON that is not an object"),
-    "metadata cut": ({"texts": {"lowbit.metadata": '{"a":'}}, "lowbit.metadata has JSON that cannot be read"),
-    "metadata twice": ({"texts": {"lowbit.metadata": '{"a":1,"a":2}'}}, "lowbit.metadata .*'a' is a duplicate key"),
+    "metadata truncated": ({"texts": {"lowbit.metadata": '{"a":'}}, "lowbit.metadata has JSON that cannot be read"),
+    "metadata duplicate": ({"texts": {"lowbit.metadata": '{"a":1,"a":2}'}}, "lowbit.metadata .*'a' is a duplicate key"),
     "metadata deep": ({"texts": {"lowbit.metadata": '{"a":' + "[" * 9999}}, "lowbit.metadata has JSON"),
     "long number": ({"texts": {"lowbit.metadata": '{"a":' + "9" * 5000 + "}"}}, "lowbit.metadata has JSON"),
-    "tree cut": ({"texts": {"lowbit.tree": "["}}, "lowbit.tree has JSON that cannot be read"),
+    "tree truncated": ({"texts": {"lowbit.tree": "["}}, "lowbit.tree has JSON that cannot be read"),
     "tree closed": ({"texts": {"lowbit.tree": 'null,"tree":null'}}, "lowbit.tree .*'tree' is a duplicate key"),
     "tree more": ({"texts": {"lowbit.tree": 'null,"more":null'}}, "tensor 'w/codes' belongs to no array"),
     "tree half": ({"texts": {"lowbit.tree": "\ud800"}}, "lowbit.tree has JSON that cannot be read"),
@@ -175,12 +175,21 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"tree": one({"array": "x"})}, "'w' needs tensor 'x', which is missing"),
     "the checksum itself": ({"tree": one({"array": "lowbit.sha256"})}, "'w' needs tensor 'lowbit.sha256', which is mi"),
     "unused": ({"tree": one({"array": "w/codes"})}, "tensor 'w/scales' belongs to no array"),
-    "missing part": ({"tree": one(quantized(parts=PARTS | {"scales": "x"}))}, "'w' needs tensor 'x', which is missing"),
-    "part number": ({"tree": one(quantized(parts=PARTS | {"scales": 5}))}, "'w' needs tensor 5, which is missing"),
-    "part list": ({"tree": one(quantized(parts=PARTS | {"scales": []}))}, r"'w' needs tensor \[\], which is missing"),
-    "no part": ({"tree": one(quantized(parts=PARTS | {"scales": None}))}, "'w' is not a valid Array8B: "),
-    "no codes": ({"tree": one(quantized(parts=PARTS | {"codes": None}))}, r"'w' has the spans \(0,\) on 0 axes"),
-    "index": ({"tree": one(quantized(parts=PARTS | {"index": "w/codes"}))}, "'w' is not a valid Array8B"),
+    "missing component": (
+        {"tree": one(quantized(parts=COMPONENTS | {"scales": "x"}))},
+        "'w' needs tensor 'x', which is missing",
+    ),
+    "component number": (
+        {"tree": one(quantized(parts=COMPONENTS | {"scales": 5}))},
+        "'w' needs tensor 5, which is missing",
+    ),
+    "component list": (
+        {"tree": one(quantized(parts=COMPONENTS | {"scales": []}))},
+        r"'w' needs tensor \[\], which is missing",
+    ),
+    "no component": ({"tree": one(quantized(parts=COMPONENTS | {"scales": None}))}, "'w' is not a valid Array8B: "),
+    "no codes": ({"tree": one(quantized(parts=COMPONENTS | {"codes": None}))}, r"'w' has the spans \(0,\) on 0 axes"),
+    "index": ({"tree": one(quantized(parts=COMPONENTS | {"index": "w/codes"}))}, "'w' is not a valid Array8B"),
     "class": ({"tree": one(quantized("Array9B"))}, "'w' is of the class 'Array9B': import the module that defines"),
     "class of Python": ({"tree": one(quantized("os.system"))}, "'w' is of the class 'os.system': import"),
     "class of all": ({"tree": one(quantized("QuantizedArray"))}, "'w' is of the class 'QuantizedArray': import"),
@@ -219,7 +228,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "lengths text": ({"tree": one(quantized(lengths=[["-1", 8]]))}, "'w' has the lengths"),
     "lengths negative": ({"tree": one(quantized(lengths=[[-1, -8]]))}, "'w' has the lengths"),
     "lengths axis": ({"tree": one(quantized(lengths=[[-3, 8]]))}, "'w' has the lengths"),
-    "lengths twice": ({"tree": one(quantized(lengths=[[-1, 8], [-1, 8]]))}, "'w' has the lengths"),
+    "lengths duplicate": ({"tree": one(quantized(lengths=[[-1, 8], [-1, 8]]))}, "'w' has the lengths"),
     "lengths wrong": (
         {"tree": one(quantized(lengths=[[-1, 9]]))},
         "'w' is not a valid Array8B: The components .* of 9",
@@ -255,7 +264,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "index that fits": (
         {
-            "tree": one(quantized(parts=PARTS | {"index": "i"})),
+            "tree": one(quantized(parts=COMPONENTS | {"index": "i"})),
             "tensors": {
                 "w/codes": np.stack([CODES] * 2),
                 "w/scales": np.stack([SCALES] * 2),
@@ -271,17 +280,17 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_forged_file_that_does_not_lie_is_read(tmp_path):
+def test_a_forged_file_with_consistent_contents_is_read(tmp_path):
     tree = reads(forged(tmp_path, one(quantized())))[1]
     assert_same(tree, {"w": Array8B(weight=CODES, scale=SCALES)})
 
 
-@pytest.mark.parametrize("case", LIES)
-def test_a_file_that_lies_is_one_error(case, tmp_path):
-    contents, message = LIES[case]
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_file_raises_one_error(case, tmp_path):
+    contents, message = FORGED[case]
     path = forged(tmp_path, **{"tree": one(quantized()), **contents})
     error, peak = refused(path)
-    assert re.search(f"lie.safetensors.*{message}", error, re.DOTALL), error
+    assert re.search(f"forged.safetensors.*{message}", error, re.DOTALL), error
     assert len(error) < 2000
     assert peak < 2 * path.stat().st_size + (1 << 22)
 
@@ -294,7 +303,7 @@ def test_names_that_would_fill_the_memory_are_refused(tmp_path):
     assert peak < 64 * path.stat().st_size
 
 
-def test_many_names_that_are_the_same_take_no_longer(tmp_path):
+def test_many_equal_names_are_numbered(tmp_path):
     children = [[f"{'a/' * i}a", one({"array": "w"})] for i in range(3)]
     many = [[f"k{i}", ["dict", [["a/w", {"array": "w"}], ["a", one({"array": "w"})]]]] for i in range(500)]
     file = LowbitFile(forged(tmp_path, ["dict", children + many], {"w": CODES}))
@@ -304,7 +313,7 @@ def test_many_names_that_are_the_same_take_no_longer(tmp_path):
 def test_values_that_would_fill_the_memory_are_refused_before_they_are_made(tmp_path):
     path = forged(tmp_path, [], texts={"lowbit.metadata": '{"a":[' + "[]," * 2_000_000 + "[]]}"})
     error, peak = refused(path)
-    assert re.search("lie.safetensors: its header has JSON of 400.* values", error)
+    assert re.search("forged.safetensors: its header has JSON of 400.* values", error)
     assert peak < 4 * path.stat().st_size
 
 

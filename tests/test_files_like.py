@@ -80,7 +80,11 @@ MISMATCHES = {
         "spans (64, 1) in the file and ArrayNF4 of shape (64, 32) and",
     ),
     "transposed": (Q.T, ArrayNF4.quantize(weights(32, 64), axis=-1), "spans (64, 1), transposed in the file"),
-    "transposed, of the same parts": (SQUARE.T, SQUARE, "spans (16,), transposed in the file and ArrayNF4 of shape"),
+    "transposed, of the same components": (
+        SQUARE.T,
+        SQUARE,
+        "spans (16,), transposed in the file and ArrayNF4 of shape",
+    ),
     "double": (Q, ArrayNF4.quantize(weights(64, 32), axis=-2, double_quant=True), "'k/a' is ArrayNF4"),
     "kind": (Array1B(weights(2, 8)), Array1B.quantize(weights(2, 8), kind="binary"), "'k/a' is Array1B"),
     "quantized": (np.ones((64, 32), np.float32), Q, "'k/a' is an array of shape (64, 32) and dtype float32 in the"),
@@ -104,7 +108,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("case", MISMATCHES)
-def test_what_like_does_not_say_is_one_error(case, tmp_path):
+def test_a_mismatch_with_like_raises_one_error(case, tmp_path):
     stored, like, message = MISMATCHES[case]
     path = saved(tmp_path, {"k": {"a": stored}})
     with pytest.raises(ValueError, match=re.escape(f"a.safetensors: {message}" if message[0] == "'" else message)):
@@ -144,5 +148,5 @@ def test_large_arrays_are_the_mapped_file_itself(tmp_path):
     got = load(path)
     donated = jax.jit(lambda w: w.at[0].set(5), donate_argnums=0)(got["w"])
     assert donated[0, 0] == 5 and path.read_bytes() == start
-    save(path, got | {"w": donated})  # over the file that it reads from
+    save(path, got | {"w": donated})  # over the file that is mapped
     assert_same(load(path)["q"], tree["q"])

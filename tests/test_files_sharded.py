@@ -31,7 +31,7 @@ def test_arrays_on_several_devices_are_gathered_and_laid_out_as_like_is(tmp_path
         assert got["q"].sharding == sharding and got["q"].codes.sharding == tree["q"].codes.sharding
 
 
-def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
+def test_devices_read_their_own_shards(tmp_path, monkeypatch):
     tree = {"q": ArrayNF4.quantize(weights(64, 256), axis=-1).T, "w": weights(8, 6), "wide": np.arange(8)}
     path, taken, read = saved(tmp_path, tree), [], _header.Tensor.read
 
@@ -53,7 +53,7 @@ def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
     got = load(path, like(2, "x"))
     assert got["q"].sharding.spec == PartitionSpec("x", None)
     assert got["q"].codes.sharding.spec == PartitionSpec(None, "x")
-    assert type(got["wide"]) is np.ndarray and got["wide"].dtype == np.int64  # which JAX would cut
+    assert type(got["wide"]) is np.ndarray and got["wide"].dtype == np.int64  # which JAX would narrow to 32 bits
     assert sorted(taken) == sorted([64 * 64] * 2 + [64 * 2 * 4] * 2 + [4 * 6 * 4] * 2 + [8 * 8])
     assert_same(got["q"], tree["q"])
     assert_same(got["w"], jnp.asarray(tree["w"]))
@@ -62,7 +62,7 @@ def test_devices_read_their_own_pieces(tmp_path, monkeypatch):
     ):
         load(path, like(8, "x"))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):  # in which shapes know of the mesh, but not of its devices
+    with jax.set_mesh(mesh):  # shapes then have a mesh without devices
         shapes = jax.eval_shape(lambda: {**tree, "w": jax.device_put(jnp.asarray(tree["w"]), PartitionSpec("x"))})
         shapes["wide"] = like(2, "x")["wide"]
         assert load(path, shapes)["w"].sharding == NamedSharding(mesh, PartitionSpec("x", None))

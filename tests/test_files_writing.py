@@ -46,7 +46,7 @@ WRONG = {
         ValueError,
         "'a' is not a valid ArrayNF4: The components",
     ),
-    "part": ({"a": Q.replace(codes=3)}, TypeError, "'a/codes' is a int of dtype None; files hold"),
+    "component": ({"a": Q.replace(codes=3)}, TypeError, "'a/codes' is a int of dtype None; files hold"),
     "dtype": (
         {"a": Q.replace(dtype=np.dtype("S3"))},
         ValueError,
@@ -56,7 +56,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_saved_is_named_and_leaves_nothing(case, tmp_path):
+def test_a_leaf_that_cannot_be_saved_raises_and_leaves_no_file(case, tmp_path):
     tree, error, message = WRONG[case]
     with pytest.raises(error, match=re.escape(message)):
         save(tmp_path / "a.safetensors", tree)
@@ -73,7 +73,7 @@ def test_traced_arrays_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# --- files are there whole or not at all
+# --- a failed write leaves the old file
 
 
 def failing(*error: Any) -> Any:
@@ -131,11 +131,11 @@ def test_an_interrupt_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
     monkeypatch.setattr(_write.zlib, "crc32", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(path, [weights(5), weights(6)])
-    assert calls == [2, 2]  # there was a file beside it
+    assert calls == [2, 2]  # the temporary file was there
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
 
 
-def test_the_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_the_file_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     done: list[str] = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
@@ -144,26 +144,26 @@ def test_the_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert done == ["fsync", "replace", "fsync"]
 
 
-def test_targets_that_are_no_files_are_refused(tmp_path):
+def test_targets_that_are_not_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"Cannot save to .*/b/a.safetensors: there is no directory .*/b\."):
         save(tmp_path / "b" / "a.safetensors", [])
     with pytest.raises(IsADirectoryError, match=r"Cannot save to .*: it is a directory or a device"):
         save(tmp_path, [])
     assert not list(tmp_path.iterdir())
-    os.mkfifo(tmp_path / "pipe")  # as a device would be; not a real one, which a failing test would replace
+    os.mkfifo(tmp_path / "pipe")  # stands for a device, which a failing test would replace
     with pytest.raises(IsADirectoryError, match=r"Cannot save to .*/pipe: it is a directory or a device"):
         save(tmp_path / "pipe", [])
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
 
 
-def test_of_an_index_only_its_own_parts_are_removed(tmp_path):
+def test_only_the_shard_files_of_a_replaced_index_are_removed(tmp_path):
     path = tmp_path / "version2.safetensors"
     shutil.copytree(GOLDEN / "version2", tmp_path, dirs_exist_ok=True)
     first, *others = sorted(name for name in os.listdir(tmp_path) if "-of-" in name)
-    (tmp_path / first).write_text("not a part, but of its name")
+    (tmp_path / first).write_text("not a shard file, but of that name")
     save(path, [1])
     assert others and sorted(os.listdir(tmp_path)) == [first, path.name] and load(path) == [1]
-    assert (tmp_path / first).read_text() == "not a part, but of its name"
+    assert (tmp_path / first).read_text() == "not a shard file, but of that name"
 
 
 def test_links_and_permissions_are_kept(tmp_path):

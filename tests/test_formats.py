@@ -45,7 +45,7 @@ def test_double_quantization_costs_little() -> None:
 
 
 @pytest.mark.parametrize("shape", [(100, 130), (7,), (3, 5, 77), (0, 64), (64, 0), (1, 1), (2, 3, 4, 65)], ids=str)
-def test_any_shape_keeps_its_own(format: lowbit.Format, shape: tuple[int, ...]) -> None:
+def test_any_shape_is_kept(format: lowbit.Format, shape: tuple[int, ...]) -> None:
     w = jax.random.normal(jax.random.key(0), shape)
     for axis in (-1, -2)[: len(shape)]:
         q = format.quantize(w, axis=axis)
@@ -246,7 +246,7 @@ def test_nothing_changes_its_operand(layout: Layout) -> None:
         del q.codes
 
 
-def test_delete_frees_the_parts(layout: Layout) -> None:
+def test_delete_frees_the_components(layout: Layout) -> None:
     q = layout.quantize(jnp.ones((64, 96)))
     q.delete()
     assert all(component.is_deleted() for component in jax.tree.leaves(q))
@@ -270,7 +270,7 @@ def test_repr_tells_format_shape_dtype_and_bytes() -> None:
     assert "codes=NamedSharding" in repr(lowbit.shardings(q, columns))
 
 
-def test_parts_of_ternary_need_no_kind() -> None:
+def test_components_of_ternary_need_no_kind() -> None:
     q = Array1B.quantize(jax.random.normal(jax.random.key(0), (4, 8)))
     assert_same_bits(Array1B(q.weight, q.scale), q)
     with pytest.raises(TypeError, match="takes one array to quantize, or its components weight, scale, and got 3"):
@@ -399,7 +399,7 @@ def test_components_that_do_not_decide_the_block_size_ask_for_it(format: lowbit.
     assert_same_bits(type(q)(**components, block_size=64), q)
     assert_same_bits(type(q)(**components, axis=-1, block_size=64), q)
     for told in ({}, {"axis": -1}):
-        if format.name == "nf4":  # of the powers of two, 64 alone gives two blocks
+        if format.name == "nf4":  # 64 is the only power of two that gives two blocks
             assert_same_bits(type(q)(**components, **told), q)
             continue
         fits = rf"from {-(-columns // 2)} to {columns - 1}"

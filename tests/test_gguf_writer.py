@@ -38,7 +38,7 @@ def test_the_embedding_of_the_demo_comes_back_byte_for_byte(tmp_path):
 
 
 def test_every_scale_and_code_of_q8_0_is_kept(tmp_path):
-    # All that numpy does not make quiet: the largest, infinite, negative, zero, subnormal.
+    # Every float16 but NaN: the largest, infinite, negative, zero, subnormal.
     scales = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     scales = scales[~np.isnan(scales)]
     blocks = np.zeros(len(scales), [("scale", "<f2"), ("codes", "i1", 32)])
@@ -70,7 +70,7 @@ def test_empty_and_nested_arrays_keep_their_types(tmp_path):
     file = GGUFFile(tmp_path / "a.gguf")
     assert file.fields == fields
     assert file.metadata == {"none": [], "deep": [[1, 2], [], [[True]]], "no deep": [], "no text": ""}
-    # As they are after a way through JSON.
+    # As they are after a round trip through JSON.
     again = {key: GGUFField(*field) for key, field in json.loads(json.dumps(file.fields)).items()}
     write_gguf(tmp_path / "b.gguf", {}, again)
     assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
@@ -169,7 +169,7 @@ UNWRITABLE: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("case", UNWRITABLE)
-def test_what_cannot_be_written_is_an_error_and_leaves_nothing(case, tmp_path):
+def test_values_that_gguf_cannot_hold_raise_and_leave_no_file(case, tmp_path):
     tensors, metadata, kind, message = UNWRITABLE[case]
     (tmp_path / "a.gguf").write_text("old")
     with pytest.raises(ValueError, match=message):
@@ -178,8 +178,8 @@ def test_what_cannot_be_written_is_an_error_and_leaves_nothing(case, tmp_path):
     assert (tmp_path / "a.gguf").read_text() == "old"
 
 
-def test_empty_rows_without_end_are_refused(tmp_path):
-    # JAX would go through all of them.
+def test_too_many_empty_rows_are_refused(tmp_path):
+    # JAX would loop over all of them.
     write_gguf(tmp_path / "a.gguf", {"w": np.empty((1 << 30, 0), np.float32)}, {}, type="Q8_0")
     with pytest.raises(ValueError, match=r"a.gguf cannot be read as GGUF: tensor 'w' has the shape \(1073741824, 0\)"):
         GGUFFile(tmp_path / "a.gguf")
@@ -192,18 +192,18 @@ def test_infinite_numbers_stay_infinite_where_there_is_a_number_for_them(tmp_pat
     assert same_bits(file.dense("m"), numbers) and same_bits(file.dense("v"), numbers[0])
 
 
-# --- nothing half-written
+# --- a failed write leaves the old file
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, OSError])
-def test_a_file_that_fails_was_never_there(error, tmp_path):
+def test_a_failed_write_leaves_no_file(error, tmp_path):
     path = tmp_path / "a"
     for old in (None, "old"):
         if old:
             path.write_text(old)
-        with pytest.raises(error), atomic_write(path) as aside:
-            aside.write_text("half")
-            assert aside.parent == tmp_path and (path.read_text() if old else not path.exists())
+        with pytest.raises(error), atomic_write(path) as temporary:
+            temporary.write_text("half")
+            assert temporary.parent == tmp_path and (path.read_text() if old else not path.exists())
             raise error
         assert [file.name for file in tmp_path.iterdir()] == ([path.name] if old else [])
     assert path.read_text() == "old"
@@ -214,9 +214,9 @@ def test_a_file_is_synced_before_it_is_renamed_and_its_directory_after(tmp_path,
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(Path(os.readlink(f"/proc/self/fd/{fd}"))), sync(fd)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append("renamed"), replace(a, b)))
-    with atomic_write(tmp_path / "a") as aside:
-        aside.write_text("whole")
-    assert done == [aside, "renamed", tmp_path]
+    with atomic_write(tmp_path / "a") as temporary:
+        temporary.write_text("whole")
+    assert done == [temporary, "renamed", tmp_path]
     assert (tmp_path / "a").read_text() == "whole" and list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
@@ -224,13 +224,13 @@ def test_links_and_permissions_stay(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "real").chmod(0o640)
     (tmp_path / "link").symlink_to("real")
-    with atomic_write(tmp_path / "link") as aside:
-        aside.write_text("new")
+    with atomic_write(tmp_path / "link") as temporary:
+        temporary.write_text("new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
     assert (tmp_path / "real").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_directory_that_is_not_there_is_an_error(tmp_path):
+def test_a_missing_directory_raises(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_gguf(tmp_path / "no" / "a.gguf", {}, {})
     (tmp_path / "folder").mkdir()

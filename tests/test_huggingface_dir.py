@@ -18,7 +18,7 @@ from lowbit.io import HuggingFaceDir
 def test_a_sharded_model_reads_as_one(tmp_path):
     dense = model_dir(tmp_path)
     model = HuggingFaceDir(tmp_path)
-    assert not model._opened, "opened before it was asked for"
+    assert not model._opened, "files must be opened lazily"
     assert list(model) == ["norm", "w", "embed"] and len(model) == 3 and "w.absmax" not in model
     assert model.metadata == {"config": {"hidden_size": 8, "model_type": "llama"}, "index": {"total_size": 1}}
     assert same_bits(model.array("norm"), dense["norm"])
@@ -54,7 +54,7 @@ def test_files_may_be_links(tmp_path):
 
 
 def mapped(**files: Any) -> Callable[[Path], None]:
-    """Changes the index; Ellipsis leaves a tensor out of it."""
+    """Change the index; Ellipsis removes a tensor."""
 
     def change(path: Path) -> None:
         index = json.loads((path / INDEX).read_text())
@@ -81,7 +81,7 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: save_file(stored(path / SECOND) | {"norm": weights(8)}, path / SECOND),
         f"{SECOND} has tensor 'norm', but .*{INDEX} lists it in '{FIRST}'",
     ),
-    "twice in the index": (
+    "duplicate in the index": (
         text(INDEX, '{"weight_map": {"a": "b", "a": "c"}}'),
         f"{INDEX} has JSON.*'a' is a duplicate key",
     ),
@@ -92,7 +92,7 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "long name": (mapped(norm="a" * 5000), f"{INDEX} has tensor 'norm' in 'aaaa"),
     "no text": (mapped(norm=[FIRST]), rf"{INDEX} has tensor 'norm' in \['model"),
     "no safetensors": (mapped(norm="config.json"), "config.json cannot be read as safetensors"),
-    "missing part": (mapped(**{"w.absmax": ...}), "tensor 'w' lacks 'w.absmax'"),
+    "missing component": (mapped(**{"w.absmax": ...}), "tensor 'w' lacks 'w.absmax'"),
     "no weight_map": (text(INDEX, "{}"), f"{INDEX} has no weight_map"),
     "list": (text(INDEX, '{"weight_map": []}'), f"{INDEX} has no weight_map"),
     "index no JSON": (text(INDEX, "{"), f"{INDEX} has JSON that cannot be read"),
@@ -102,12 +102,12 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "much config": (text("config.json", '{"a": [%s0]}' % ("0," * 200_000)), "config.json has JSON of 200002 values"),
     "both": (text("model.safetensors", ""), f"has both model.safetensors and {INDEX}"),
     "neither": (lambda path: (path / INDEX).unlink(), f"has neither model.safetensors nor {INDEX}"),
-    "cut off": (lambda path: os.truncate(path / SECOND, 1500), rf"{SECOND} cannot be read: tensor '.*' ends at byte"),
+    "truncated": (lambda path: os.truncate(path / SECOND, 1500), rf"{SECOND} cannot be read: tensor '.*' ends at byte"),
 }
 
 
 @pytest.mark.parametrize("case", DIRECTORIES)
-def test_a_directory_that_does_not_fit_together_is_one_error(case, tmp_path):
+def test_an_inconsistent_directory_raises_one_error(case, tmp_path):
     change, message = DIRECTORIES[case]
     model_dir(tmp_path / "model")
     change(tmp_path / "model")

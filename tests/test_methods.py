@@ -82,14 +82,14 @@ def test_transpose_moves_no_byte() -> None:
     assert q.transpose().codes is q.codes
 
 
-def test_what_goes_dense_asks_the_policy() -> None:
+def test_going_dense_follows_the_policy() -> None:
     q = lowbit.quantize(jnp.ones((64, 96)))
     for go_dense in (lambda: q.sum(), lambda: q.at[0].set(1.0), lambda: q.tolist(), lambda: q.clip(0, 1)):
         with lowbit.materialization("error"), pytest.raises(TypeError, match="made dense"):
             go_dense()
 
 
-def test_what_is_on_the_host() -> None:
+def test_host_methods_give_what_they_give_on_the_dense_array() -> None:
     q = lowbit.Array8B(jnp.arange(6.0).reshape(2, 3))
     dense = q.materialize()
     assert q.itemsize == 4 and q.astype(jnp.bfloat16).itemsize == 2
@@ -183,7 +183,7 @@ ROWS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-# Scales along the last axis, or along that of the heads, which is another one in a row and may not be indexed.
+# Scales along the last axis, or along the heads; that axis has another number in a row, and must not be indexed.
 AXES = {what: {-1: -1, 1: at} for what, at in (("a position", 1), ("a sequence", 0), ("two positions", 1))}
 AXES |= {"positions by number": {-1: -1, 1: 1}, "a position each": {-1: -1, 1: 1}}
 AXES |= {"a head": {-1: -1}, "a position of a head": {-1: -1}}
@@ -240,7 +240,7 @@ def test_mapped_writes_keep_every_bit() -> None:
             assert_close(got, write(cache.materialize(), rows.materialize(), at), 0)
 
 
-def test_what_would_mix_scales_goes_dense() -> None:
+def test_writes_that_would_mix_scales_go_dense() -> None:
     cache = lowbit.Array8B(jnp.ones((4, 8, 16)), axis=-2)  # one scale for the whole of axis -2
     row = lowbit.Array8B(jnp.ones((4, 16)), axis=-1)
     with lowbit.materialization("error"), pytest.raises(TypeError, match="scatter has no rule"):

@@ -163,7 +163,7 @@ def test_integer_index_compiles_once() -> None:
     for i in range(5):
         _ = q[i]
     _ = q[2:], q[2:]
-    assert _traces() - before == 1  # the one new slice
+    assert _traces() - before == 1  # for the one new slice
 
 
 def _traces() -> int:

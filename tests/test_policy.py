@@ -63,7 +63,7 @@ def elsewhere(setting: Any) -> Any:
 def test_a_with_statement_holds_in_its_block_and_thread_only(setting: Any, one: Any, other: Any) -> None:
     default = setting.value
     outer, inner = setting(one), setting(other)
-    assert (setting.value, elsewhere(setting)) == (default, default)  # the call alone changes nothing
+    assert (setting.value, elsewhere(setting)) == (default, default)  # a call alone changes nothing
     with outer:
         assert (setting.value, elsewhere(setting)) == (one, default)
         with inner, pytest.raises(KeyError), outer:
@@ -91,7 +91,7 @@ def test_settings_made_before_they_are_entered_leave_nothing_behind(order, setti
 
 
 @pytest.mark.parametrize(("setting", "one", "other"), SETTINGS, ids=lambda x: getattr(x, "name", str(x)))
-def test_the_value_of_the_process_is_set_by_a_call_of_another_name(setting: Any, one: Any, other: Any) -> None:
+def test_set_changes_the_value_of_the_whole_process(setting: Any, one: Any, other: Any) -> None:
     default = setting.value
     try:
         with setting(other):
@@ -119,10 +119,10 @@ def test_threads_share_a_switch() -> None:
         with switch:
             assert materialization.value == "error"
         left.set()
-        assert other.result() == ["error"]  # what this thread left holds on there
+        assert other.result() == ["error"]  # leaving it in this thread does not end it there
 
 
-def test_a_setting_that_is_called_and_dropped_says_that_it_did_nothing() -> None:
+def test_a_setting_that_is_called_and_never_entered_warns() -> None:
     with pytest.warns(UserWarning, match=r"materialization\('error'\) was called and never entered.*\.set\('error'\)"):
         materialization("error")
     assert materialization.value == "warn"

@@ -21,7 +21,7 @@ def test_the_most_specific_rule_wins_then_precedence_then_the_later() -> None:
 
     def rule(name: str, **options: Any):
         def add(fn):
-            @functools.wraps(fn)  # annotations too, by which it is chosen
+            @functools.wraps(fn)  # keeps the annotations, which choose the rule
             def noted(*args: Any, **params: Any):
                 said.append(name)
                 return fn(*args, **params)
@@ -103,7 +103,7 @@ def test_rules_take_primitives_names_and_parameters() -> None:
     assert (seen["count"], seen["dimension"]) == (3, 1)
 
 
-def test_a_rule_is_passed_by_when_a_parameter_it_does_not_name_is_set() -> None:
+def test_a_rule_is_skipped_if_it_does_not_name_a_parameter_that_is_set() -> None:
     @register("cumprod")
     def _(operand: Base, *, axis):
         return operand
@@ -133,7 +133,7 @@ def test_rules_for_one_order_serve_both_when_the_operation_commutes() -> None:
     assert isinstance(implicit(jnp.maximum)(x, other), jax.Array)  # commute_ops=False
 
 
-def test_a_rule_that_comes_later_is_heard() -> None:
+def test_a_rule_registered_after_compilation_takes_effect() -> None:
     @dataclasses.dataclass
     class Late(Base):
         pass
@@ -142,7 +142,7 @@ def test_a_rule_that_comes_later_is_heard() -> None:
     assert isinstance(late - 1, jax.Array)
 
     @register("sub")
-    def _(a: Late, b: jax.Array, accuracy=None):  # a default makes it a parameter, which this primitive has not
+    def _(a: Late, b: jax.Array, accuracy=None):  # a default makes it a parameter, which this primitive lacks
         return a
 
     assert type(late - 1) is Late
@@ -179,7 +179,7 @@ def test_a_rule_that_returns_another_type_is_an_error() -> None:
         implicit(lax.erfc)(Base(jnp.ones(2)))
 
 
-def test_primitives_of_others_pass_untouched() -> None:
+def test_a_primitive_without_implicit_operands_runs_unchanged() -> None:
     double = Primitive("double")
     double.def_impl(lambda x: 2 * x)
     double.def_abstract_eval(lambda x: x)

@@ -38,12 +38,12 @@ def test_a_subclass_may_store_its_shape() -> None:
 
 def test_repr_has_no_numbers(low_rank: LowRank) -> None:
     assert repr(low_rank) == "LowRank(shape=(6, 5), dtype=float32, 88 bytes\n  a float32[6,2], b float32[2,5])"
-    # JAX prints trees with anything in the place of the components.
+    # JAX prints trees with placeholders for the components.
     assert "LowRank" in repr(jax.tree.map(lambda _: None, low_rank))
     assert "LowRank" in repr(jax.tree.structure(low_rank))
 
 
-def test_gradients_reach_the_parts(low_rank: LowRank) -> None:
+def test_gradients_reach_the_components(low_rank: LowRank) -> None:
     x = jnp.ones((3, 6))
 
     def loss(w):
@@ -56,7 +56,7 @@ def test_gradients_reach_the_parts(low_rank: LowRank) -> None:
     np.testing.assert_allclose(got.b, b, rtol=1e-5)
 
 
-def test_gradients_reach_the_parts_through_custom_rules(low_rank: LowRank) -> None:
+def test_gradients_reach_the_components_through_custom_rules(low_rank: LowRank) -> None:
     x = jnp.ones((3, 6)) / 9
 
     @jax.custom_vjp
@@ -93,7 +93,7 @@ def test_captures_inside_grad_and_vmap_inside_implicit(low_rank: LowRank) -> Non
     np.testing.assert_allclose(got, jnp.einsum("bk,ekr,ern->ebn", x, stack.a, stack.b), rtol=1e-6)
 
 
-# --- what arrays do
+# --- methods of arrays
 
 
 def test_scalars_convert_and_large_arrays_refuse() -> None:
@@ -148,7 +148,7 @@ def test_materialize_and_pickle(low_rank: LowRank) -> None:
     np.testing.assert_array_equal(again.a, low_rank.a)
 
 
-def test_a_class_that_is_no_dataclass_says_so() -> None:
+def test_a_class_that_is_not_a_dataclass_raises() -> None:
     class Forgot(ImplicitArray):
         pass
 

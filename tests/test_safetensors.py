@@ -76,7 +76,7 @@ HEADERS: dict[str, tuple[Any, bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_header_that_lies_is_one_error(case, tmp_path):
+def test_an_inconsistent_header_raises_one_error(case, tmp_path):
     header, data, message = HEADERS[case]
     path = raw_file(tmp_path / "hostile.safetensors", header, data)
     tracemalloc.start()
@@ -88,7 +88,7 @@ def test_a_header_that_lies_is_one_error(case, tmp_path):
     assert len(str(error.value)) < 1000 and peak < 2 * path.stat().st_size + (1 << 20)
 
 
-def test_short_files_and_missing_ones(tmp_path):
+def test_short_and_missing_files_raise(tmp_path):
     path = tmp_path / "a.safetensors"
     for contents in (b"", b"1234567", b"\xff" * 8, struct.pack("<Q", 3) + b"{}"):
         path.write_bytes(contents)
@@ -102,7 +102,7 @@ def test_short_files_and_missing_ones(tmp_path):
         HuggingFaceDir(tmp_path / "b")
 
 
-def test_bytes_that_are_no_bool_are_refused(tmp_path):
+def test_bytes_that_are_not_booleans_are_refused(tmp_path):
     header = {"w": entry("BOOL", [2], [0, 2])}
     file = SafetensorsFile(raw_file(tmp_path / "a.safetensors", header, b"\1\2"))
     for read in (file.array, file.dense):

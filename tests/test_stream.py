@@ -22,7 +22,7 @@ from lowbit.io.readers import _file_regions
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-def test_pieces_make_the_file_that_one_makes_in_memory(source: Path, tmp_path: Path) -> None:
+def test_streaming_writes_the_file_that_is_made_in_memory(source: Path, tmp_path: Path) -> None:
     want, file = in_memory(source, tmp_path / "whole", RULES), open_tensors(source)
     told: list[tuple[int, int]] = []
     report = converting.convert(file, tmp_path / "out", rules=RULES, progress=lambda *d: told.append(d))
@@ -39,7 +39,7 @@ def test_pieces_make_the_file_that_one_makes_in_memory(source: Path, tmp_path: P
             assert found.error == pytest.approx(lost, rel=1e-4)
 
 
-def test_systems_that_have_less_make_the_same_file(
+def test_systems_without_direct_io_write_the_same_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = in_memory(source, tmp_path / "whole", RULES)
@@ -50,7 +50,7 @@ def test_systems_that_have_less_make_the_same_file(
     assert (tmp_path / "out").read_bytes() == want
 
 
-def test_every_reader_is_read_in_pieces(source: Path, tmp_path: Path) -> None:
+def test_every_reader_is_read_in_chunks(source: Path, tmp_path: Path) -> None:
     w = np.random.default_rng(0).normal(size=(96, 256)).astype(np.float32)
     writer = gguf.GGUFWriter(tmp_path / "in.gguf", "llama")
     for kind in ("F32", "F16", "Q4_1", "Q8_0"):
@@ -73,7 +73,7 @@ def test_every_reader_is_read_in_pieces(source: Path, tmp_path: Path) -> None:
         assert len(told) > 12
 
 
-def test_what_is_stored_is_copied_in_pieces(tmp_path: Path) -> None:
+def test_stored_tensors_are_copied_in_chunks(tmp_path: Path) -> None:
     w = np.random.default_rng(0).normal(size=(96, 128)).astype(np.float32)
     stored = {
         "plain": lowbit.quantize(w),
@@ -89,7 +89,7 @@ def test_what_is_stored_is_copied_in_pieces(tmp_path: Path) -> None:
     converting.convert(open_tensors(tmp_path / "in"), tmp_path / "out", progress=lambda *d: told.append(d))
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
     assert len(told) > 30
-    # Of an index, whose tensors lie in several files.
+    # An index, whose tensors lie in several files.
     index = open_tensors(HERE / "golden" / "version2" / "version2.safetensors")
     converting.convert(index, tmp_path / "out")
     copy = open_tensors(tmp_path / "out")
@@ -98,7 +98,7 @@ def test_what_is_stored_is_copied_in_pieces(tmp_path: Path) -> None:
             assert a.dtype == b.dtype and np.array_equal(a, b), name
 
 
-def test_what_is_not_in_the_cache_is_read_past_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncached_files_are_read_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, data = tmp_path / "in", np.random.default_rng(0).bytes(100_000)
     path.write_bytes(data)
     with path.open("rb+") as file:
@@ -106,7 +106,7 @@ def test_what_is_not_in_the_cache_is_read_past_it(tmp_path: Path, monkeypatch: p
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
         page = 4096
-    except OSError:  # as in memory, where there is no disk
+    except OSError:  # as on a file system in memory, which has no direct I/O
         page = 1
     plain, ways = os.preadv, []
     monkeypatch.setattr(os, "preadv", lambda *args: ways.append(args[2:]) or plain(*args))
@@ -114,19 +114,19 @@ def test_what_is_not_in_the_cache_is_read_past_it(tmp_path: Path, monkeypatch: p
         for at, length in ((0, 100_000), (5000, 4096), (8192, 8192), (99_999, 1), (4095, 2)):
             ways.clear()
             assert _file_regions._read_run(path, at, length).tobytes() == data[at : at + length]
-            assert ways == [(at if cached else at // page * page,)]  # or in one read of whole pages
+            assert ways == [(at if cached else at // page * page,)]  # or one read of whole pages
         monkeypatch.setattr(_file_regions, "_libc", SimpleNamespace(mincore=lambda *args: 0))  # marks no page
     with pytest.raises(ValueError, match="was truncated while it was read"):
         _file_regions._read_run(path, 99_000, 2000)
 
 
-def test_what_is_held_whole_is_told(source: Path, tmp_path: Path) -> None:
+def test_tensors_that_are_loaded_whole_are_listed(source: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     converting.convert(open_tensors(source), tmp_path / "out", rules=RULES, note=notes.append)
     assert notes == ["mean.weight needs 7,680 elements in memory at a time, which share a scale or cannot be split."]
 
 
-# Two pieces first, for all that a process needs in any case. Then the peak is counted anew, from what there is.
+# A file of two chunks first, for the memory that a process needs in any case. Then the peak is reset.
 MEASURED = """
 import sys
 from pathlib import Path

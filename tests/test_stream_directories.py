@@ -1,4 +1,4 @@
-"""Directories that are converted in chunks: an interrupted run is resumed, and files of others stay."""
+"""Directories that are converted in chunks: an interrupted run resumes, and foreign files stay."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.numpy
 from cli_helpers import left_over, run
-from stream_helpers import INT8, PART, stopped, tensors
+from stream_helpers import INT8, STAGING, stopped, tensors
 from typer.testing import CliRunner
 
 from lowbit.cli.app import app
@@ -20,13 +20,15 @@ from lowbit.io.streaming import _journal, _staging
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-def test_a_directory_goes_on_where_it_was(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_directory_conversion_resumes(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = ("quantize", directory, tmp_path / "out", *INT8)
     with monkeypatch.context() as patch:
         written = stopped(patch, KeyboardInterrupt())
         assert "Repeat the same conversion to resume it" in run(*given, code=130).stderr
         first = written()
-    assert not (tmp_path / "out").exists() and left_over(tmp_path) == PART
+    assert not (tmp_path / "out").exists() and left_over(tmp_path) == STAGING
     with monkeypatch.context() as patch:
         written = stopped(patch)
         assert "resuming .lowbit-out.part" in run(*given).stderr
@@ -99,13 +101,13 @@ def test_a_file_that_arrives_meanwhile_is_not_replaced(
         patch.setattr(_staging.StagingFile, "finish", late)
         told = run("quantize", directory, target, *INT8, code=1).stderr
     assert "config.json. Move them away" in told and (target / "config.json").read_text() == "mine"
-    # Nothing that was done is lost.
-    assert left_over(tmp_path) == PART
+    # The finished weights are kept.
+    assert left_over(tmp_path) == STAGING
     (target / "config.json").unlink()
     assert "resuming" in run("quantize", directory, target, *INT8, "--force").stderr
 
 
-def test_of_two_writers_of_a_directory_one_is_told(directory: Path, tmp_path: Path) -> None:
+def test_a_second_writer_of_a_directory_is_refused(directory: Path, tmp_path: Path) -> None:
     lock = _journal.lock(tmp_path / "out")
     for to in ("lowbit", "safetensors"):
         told = run("convert", directory, tmp_path / "out", "--to", to, code=1).stderr
@@ -115,7 +117,7 @@ def test_of_two_writers_of_a_directory_one_is_told(directory: Path, tmp_path: Pa
     assert left_over(tmp_path) == []
 
 
-def test_what_lies_under_the_names_of_lowbit_is_not_removed(directory: Path, tmp_path: Path) -> None:
+def test_foreign_files_under_reserved_names_are_not_removed(directory: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     run("convert", directory, target)
     for folder in (tmp_path / ".lowbit-out.new", target / ".lowbit-new"):

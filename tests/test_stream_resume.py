@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from cli_helpers import left_over, run
-from stream_helpers import HERE, INT8, ONE_DEVICE, PART, in_memory, stopped, tensors
+from stream_helpers import HERE, INT8, ONE_DEVICE, STAGING, in_memory, stopped, tensors
 
 import lowbit
 from lowbit import QuantizationConfig, Rule
@@ -24,20 +24,20 @@ from lowbit.io.streaming import _journal, _staging
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-# What waits for all of a tensor, and what is gone through twice.
-WAITING = {
+# Scales that are staged until the whole tensor is read, and a tensor that needs two passes.
+STAGED = {
     "a.weight": QuantizationConfig("nf4", double_quant=True),
     "b.kernel": QuantizationConfig("int8"),
     "c.weight": QuantizationConfig("nf4", double_quant=True),
 }
 
 
-def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_values_survive_a_crash_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    arrays = {name: rng.standard_normal((96, 64)).astype(np.float32) for name in WAITING}
-    monkeypatch.setattr(_staging, "SYNCED", 10_000)  # not all is told when it ends
+    arrays = {name: rng.standard_normal((96, 64)).astype(np.float32) for name in STAGED}
+    monkeypatch.setattr(_staging, "SYNCED", 10_000)  # the last chunks are not in the journal yet
     safetensors.numpy.save_file(arrays, tmp_path / "in")
-    rules = [Rule(name, format) for name, format in WAITING.items()]
+    rules = [Rule(name, format) for name, format in STAGED.items()]
     want = in_memory(tmp_path / "in", tmp_path / "whole", rules)
     notes: list[str] = []
 
@@ -53,13 +53,13 @@ def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: py
             left -= 1
             if left >= 0:
                 steps[name](self, *args)
-            if left <= 0:  # and whatever comes after it
+            if left <= 0:  # so do all later steps
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
             for name in steps:
                 patch.setattr(_staging.StagingFile, name, lambda *args, name=name: step(name, *args))
-            patch.setattr(_staging.StagingFile, "keep", lambda self: None)  # a crash leaves no line
+            patch.setattr(_staging.StagingFile, "keep", lambda self: None)  # a crash adds no line to the journal
             try:
                 convert()
             except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def test_what_waits_survives_a_crash_at_any_step(tmp_path: Path, monkeypatch: py
         at += 1
     assert at > 15 and sum("resuming" in told for told in notes) > at // 2
     assert not any("starting over" in told for told in notes)
-    for name, config in WAITING.items():
+    for name, config in STAGED.items():
         q = lowbit.quantize(arrays[name], dataclasses.replace(config, axis=-2 if name == "b.kernel" else -1))
         lost = np.linalg.norm(np.asarray(q.materialize()) - arrays[name]) / np.linalg.norm(arrays[name])
         assert report[name].error == pytest.approx(lost, rel=1e-4)
@@ -87,7 +87,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
-def test_what_was_done_is_not_done_again(
+def test_a_resumed_run_does_not_repeat_finished_chunks(
     failure: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error, code, text = failure
@@ -99,11 +99,11 @@ def test_what_was_done_is_not_done_again(
         told = run(*given, code=code).stderr
         first = written()
     assert text in told and "Repeat the same conversion to resume it" in told
-    assert target.read_text() == "old" and left_over(tmp_path) == PART
-    journal = [json.loads(line) for line in (tmp_path / PART[0]).read_text().splitlines()]
+    assert target.read_text() == "old" and left_over(tmp_path) == STAGING
+    journal = [json.loads(line) for line in (tmp_path / STAGING[0]).read_text().splitlines()]
     assert journal[-1]["done"] > 1
-    with (tmp_path / PART[0]).open("a") as file:
-        file.write('{"done": 99')  # a line that the machine did not live to finish
+    with (tmp_path / STAGING[0]).open("a") as file:
+        file.write('{"done": 99')  # a line that was not finished
     with monkeypatch.context() as patch:
         written = stopped(patch)
         told = run(*given).stderr
@@ -112,7 +112,7 @@ def test_what_was_done_is_not_done_again(
     with monkeypatch.context() as patch:
         written = stopped(patch)
         run("quantize", source, tmp_path / "new", *INT8)
-        assert first + again == written() + 1  # the codes of that piece
+        assert first + again == written() + 1  # the codes of the chunk that failed
     assert target.read_bytes() == (tmp_path / "new").read_bytes()
 
 
@@ -127,17 +127,17 @@ def test_another_source_or_other_rules_start_over(
     times = source.stat()
     interrupt(*INT8)
     safetensors.numpy.save_file(tensors(seed=4), source)
-    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))  # as old as before, and as large
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))  # with the same time and size
     assert "starting over" in interrupt(*INT8)
     assert "starting over" in interrupt("--format", "nf4", "--rule", "re:(?!nf4).*=keep")
-    (tmp_path / PART[1]).write_bytes(b"short")
+    (tmp_path / STAGING[1]).write_bytes(b"short")
     assert "starting over" in interrupt(*INT8)
     assert "resuming" in run("quantize", source, tmp_path / "out", *INT8).stderr
     run("quantize", source, tmp_path / "new", *INT8)
     assert (tmp_path / "out").read_bytes() == (tmp_path / "new").read_bytes()
 
 
-def test_what_the_data_makes_fail_leaves_nothing(tmp_path: Path) -> None:
+def test_values_that_cannot_be_quantized_leave_no_file(tmp_path: Path) -> None:
     w = np.ones((100, 64), np.float32)
     w[70, 3] = np.nan
     safetensors.numpy.save_file({"w.weight": w}, tmp_path / "in")
@@ -156,17 +156,19 @@ def test_a_source_that_changes_meanwhile_is_an_error(
     assert write is _staging.StagingFile.finish
 
 
-def test_a_journal_without_its_part_is_cleaned(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_without_its_staging_file_is_removed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
-        # Killed after the file has taken its place.
+        # Killed after the rename.
         patch.setattr(_staging.StagingFile, "remove", lambda self: None)
         run("quantize", source, tmp_path / "out", *INT8)
-    assert left_over(tmp_path) == PART[:1]
+    assert left_over(tmp_path) == STAGING[:1]
     told = run("quantize", source, tmp_path / "out", "--force", *INT8).stderr
     assert told == "" and left_over(tmp_path) == []
 
 
-def test_of_two_writers_one_is_told(source: Path, tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(source: Path, tmp_path: Path) -> None:
     lock = _journal.lock(tmp_path / "out")
     told = run("quantize", source, tmp_path / "out", code=1).stderr
     problem = f"{tmp_path / 'out'} is being written by another process."
@@ -179,14 +181,14 @@ def test_of_two_writers_one_is_told(source: Path, tmp_path: Path) -> None:
 def test_a_file_that_was_finished_meanwhile_is_not_written_into(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = tmp_path / PART[0]
+    journal = tmp_path / STAGING[0]
     journal.touch()
     lock = _journal.fcntl.flock
 
     def late(file: int, how: int) -> None:
         lock(file, how)
         monkeypatch.setattr(_journal.fcntl, "flock", lock)
-        journal.unlink()  # as the other process does when it is done
+        journal.unlink()  # as the other process does at its end
 
     monkeypatch.setattr(_journal.fcntl, "flock", late)
     descriptor = _journal.lock(tmp_path / "out")
@@ -202,7 +204,7 @@ def killed(folder: Path, *options: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_killed_at_random_moments_it_goes_on(kind: str, tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_resumes(kind: str, tmp_path: Path) -> None:
     assert killed(tmp_path, "--kills", "8", "--kinds", kind)[kind]["resumed"] > 0
 
 
