@@ -44,14 +44,16 @@ tests: $(VENV)/test
 	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) $(VENV)/bin/python -m pytest -n $(JOBS)
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
-ANY_VERSION := frameworks examples native eformer gguf tokenizer demo files processes exchange cli package config \
-  new_format qat qlora readers report serialization stream tpu gpu
+ANY_VERSION := frameworks examples native eformer eformer_runtime tokenizer demo package config new_format qat qlora \
+  files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
+  safetensors bitsandbytes huggingface_dir gguf gguf_writer exchange_damaged \
+  cli cli_directories stream stream_resume stream_directories tpu gpu
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
 
 # What meets JAX itself, on a version of JAX in between: `make tests-jax-0.9.2`.
-MEETS_JAX := runtime unknown_jax rules transforms kernels cpu
+MEETS_JAX := runtime register policy unknown_jax rules transforms kernels cpu
 tests-jax-%: .venv-jax-%/test
 	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) .venv-jax-$*/bin/python -m pytest -n $(JOBS) \
 	  -m "not frameworks" $(foreach name,$(MEETS_JAX),tests/test_$(name).py)

@@ -22,7 +22,7 @@ class Page:
     def __init__(self, path: Path, profile: Path):
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
-        # The browser reads from 3 and writes to 4. By way of other numbers, since the pipes may have these two.
+        # The browser reads from 3 and writes to 4. Its ends get other numbers first, since the pipes may be 3 and 4.
         moved = [(to_browser, 100), (from_browser, 101), (100, 3), (101, 4)]
         quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
         options = ["--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
@@ -74,26 +74,26 @@ class Page:
         return message
 
     def show(self, *, width: int, height: int = 900, scheme: str = "light") -> None:
-        """The size of the window, and what the system says of light and dark."""
+        """Set the size of the window and the color scheme of the system."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def value(self, script: str) -> Any:
-        """What an expression is in the page."""
+        """Evaluate an expression in the page."""
         answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def press(self, selector: str, key: str = "Enter", code: int = 13) -> None:
-        """Focus something and press a key, as one without a mouse does."""
+        """Focus an element and press a key."""
         self.value(f"document.querySelector({json.dumps(selector)}).focus()")
         text = {"text": "\r" if key == "Enter" else key} if key != "Delete" else {}
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text)
 
     def write(self, selector: str, text: str) -> None:
-        """Type over what a field has."""
+        """Replace the text of a field."""
         self.value(f"document.querySelector({json.dumps(selector)}).select()")
         self.send("Input.insertText", text=text) if text else self.press(selector, "Delete", 46)
 
@@ -143,7 +143,7 @@ def test_it_draws_every_tensor_and_loads_nothing(page: Page, report: lowbit.Repo
 def test_the_table_sorts_by_the_keyboard(page: Page, report: lowbit.Report) -> None:
     heads = "[...document.querySelectorAll('th')].map(x => x.getAttribute('aria-sort'))"
     errors = sorted((row.error for row in report.quantized), reverse=True)
-    want = [f"{error:.4f}" for error in errors] + ["\u2013"] * 12  # what was kept comes last, either way
+    want = [f"{error:.4f}" for error in errors] + ["\u2013"] * 12  # leaves that were kept come last in either order
     assert page.column(7) == want and page.value(heads) == [None] * 6 + ["descending", None]
     page.press("th:nth-child(7) button")
     assert page.column(7) == want[:-12][::-1] + want[-12:] and page.value(heads)[6] == "ascending"
@@ -159,7 +159,7 @@ def test_the_table_filters_by_words_and_by_what_was_done(page: Page) -> None:
     assert page.value("document.querySelector('#shown').textContent").startswith("3 of 49 tensors, ")
     page.write("#filter", "")
     assert len(page.column(1)) == 49
-    page.press("#kind", "k", 75)  # the first letter of what to choose
+    page.press("#kind", "k", 75)  # the first letter of the option to choose
     assert set(page.column(1)) == {f"layers/{i}/norm" for i in range(12)}
 
 
@@ -176,7 +176,7 @@ def test_it_is_readable_light_and_dark_wide_and_narrow(width: int, scheme: str, 
         assert light > 220 and dark < 50, (text, ground)
         page.press("#theme")
     root = "document.documentElement"
-    assert page.value(f"{root}.scrollWidth") <= page.value(f"{root}.clientWidth") <= width  # nothing sticks out
+    assert page.value(f"{root}.scrollWidth") <= page.value(f"{root}.clientWidth") <= width  # nothing overflows
     page.value("scrollTo(0, document.body.scrollHeight / 2)")
     assert 0 <= page.value("document.querySelector('th button').getBoundingClientRect().top") < 20
 

@@ -1,5 +1,7 @@
 import os
 import zlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import HALF, layouts, more_layouts
@@ -7,12 +9,13 @@ from helpers import HALF, layouts, more_layouts
 import lowbit
 from lowbit.runtime import _interpret
 
-# Sharding is tested on eight devices that are none; programs that run once are not worth optimizing.
+# Sharding is tested on eight virtual devices. Programs run once, so optimizing them does not pay.
 flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_llvm_disable_expensive_passes=true"
 
-# Programs of their own: they need the compilers of NVIDIA, and the command line.
-collect_ignore = ["gpu_aot.py", "kill.py"]
+# Programs of their own, which need the compilers of NVIDIA and the command line; and helpers of tests that run on the
+# newest JAX only, some of which need packages that the oldest environment lacks.
+collect_ignore = ["gpu_aot.py", "kill.py", "cli_helpers.py", "eformer_helpers.py"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -23,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where time is short, half of the tests that run in every layout, on the oldest JAX a fourth; always the same."""
+    """With LOWBIT_TEST_LAYOUTS=one or other, run only some of the tests of every layout: a fixed half, or a fourth."""
     if HALF is None:
         return
     left = [
@@ -38,7 +41,58 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def fresh_policy():
-    """Every test starts with the default policy, and with nothing warned of."""
+    """Start every test with the default policy, and with no warning given yet."""
     _interpret._warned.clear()
     yield
     lowbit.materialization.set("warn")
+
+
+# Fixtures of several modules. Each imports its helpers itself, since not every environment has their packages.
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A llama of two layers in a GGUF file."""
+    from test_demo import tiny_file
+
+    return tiny_file(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def low_rank() -> Any:
+    """An implicit array of shape (6, 5)."""
+    import jax.numpy as jnp
+    from runtime_helpers import LowRank
+
+    return LowRank(jnp.arange(12.0).reshape(6, 2), jnp.arange(10.0).reshape(2, 5))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A safetensors file to be streamed."""
+    import safetensors.numpy
+    from stream_helpers import tensors
+
+    path = tmp_path / "in.safetensors"
+    safetensors.numpy.save_file(tensors(), path)
+    return path
+
+
+@pytest.fixture
+def directory(source: Path, tmp_path: Path) -> Path:
+    """The same as a Hugging Face directory."""
+    (tmp_path / "hf").mkdir()
+    source.rename(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stream in chunks that are smaller than the tensors of `source`."""
+    from lowbit.io import _chunks
+    from lowbit.io.streaming import _staging
+
+    monkeypatch.setattr(_chunks, "CHUNK", 2048)
+    monkeypatch.setattr(_chunks, "STRIPE", 2048)
+    monkeypatch.setattr(_staging, "SYNCED", 4096)

@@ -3,7 +3,7 @@
 python tests/fuzz.py --files 100000 [--save]
 
 `make fuzz` runs it; the tests themselves run some thousands of such files. A file may be read, or refused by a
-`ValueError` that names it. A file of ours that is read must be the one that was written.
+`ValueError` that names it. A lowbit file that is read must be the one that was written.
 """
 
 import argparse
@@ -28,13 +28,13 @@ def hung(*_: Any) -> None:
 
 
 def fuzz(kind: str, files: int, seed: int) -> dict[str, Any]:
-    """Read so many changed files of a kind, ours or foreign; how many were read and refused."""
-    # Here, since tests that have fewer packages look into this file too.
-    import test_exchange
-    import test_files
+    """Read this many changed files, lowbit files ("ours") or foreign ones; returns how many were read and refused."""
+    # Here, since pytest collects this file too, in environments that have fewer packages.
+    import exchange_helpers
+    import files_helpers
 
     dice = random.Random(seed)
-    module = test_files if kind == "ours" else test_exchange
+    module = files_helpers if kind == "ours" else exchange_helpers
     signal.signal(signal.SIGALRM, hung)
     counts = {"read": 0, "refused": 0}
     slowest = 0.0
@@ -45,7 +45,7 @@ def fuzz(kind: str, files: int, seed: int) -> dict[str, Any]:
         for i in range(files):
             path = seeds[i % len(seeds)]
             contents, want = originals[path]
-            changed = test_files.mutated(contents, dice)
+            changed = files_helpers.mutated(contents, dice)
             path.write_bytes(changed)
             start = time.monotonic()
             signal.alarm(LONGEST)
@@ -57,7 +57,7 @@ def fuzz(kind: str, files: int, seed: int) -> dict[str, Any]:
             else:
                 counts["read"] += 1
                 if kind == "ours":
-                    test_files.assert_same(got, want)
+                    files_helpers.assert_same(got, want)
                     assert changed == contents
             signal.alarm(0)
             slowest = max(slowest, time.monotonic() - start)

@@ -1,6 +1,6 @@
 """The GPU kernel compiled in full for A100 and H100, on a machine without a GPU: `make test-gpu-aot`.
 
-The compiler needs no device, only its description; `ptxas` is the one that pip installed, and no other is to be found.
+The compiler needs no device, only its description; `ptxas` is the one that pip installed; PATH has no other.
 """
 
 import glob
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# What pip installed comes first, and beside it nothing but the plainest tools: no CUDA of the machine.
+# The compilers from pip come first, then only /usr/bin and /bin, so that no CUDA of the machine is found.
 (TOOLS,) = (path / "nvidia/cu13/bin" for path in map(Path, sys.path) if (path / "nvidia/cu13/bin/ptxas").exists())
 os.environ["PATH"] = f"{TOOLS}:/usr/bin:/bin"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -63,7 +63,7 @@ def device(chip: str) -> jax.Device:
 
 
 def compiled(chip, format, contract, m, k, n, dtype, **options):
-    """What the compilers say of a product: registers, spilled bytes, shared memory; and the program's text."""
+    """The resources of a compiled product (registers, spilled bytes, shared memory) and the text of the program."""
     place = jax.sharding.SingleDeviceSharding(device(chip))
     shape = (k, n) if contract == -2 else (n, k)
     w = jax.eval_shape(lambda: lowbit.FORMATS[format].quantize(jnp.zeros(shape, dtype), axis=contract))
@@ -101,7 +101,7 @@ def compiled(chip, format, contract, m, k, n, dtype, **options):
 
 
 def test_products(chip: str) -> int:
-    """Every format, direction and type at the sizes of models: the kernel, and no dense weight, and no spills."""
+    """Every format, direction and dtype at the sizes of models: the kernel runs, without a dense weight or spills."""
     count = 0
     shapes = ((4096, 4096), (4096, 11008))
     for (k, n), format, contract, dtype, m in itertools.product(
@@ -117,8 +117,8 @@ def test_products(chip: str) -> int:
     return count
 
 
-def test_what_the_compiler_refuses(chip: str) -> None:
-    """A tile that no multiprocessor has room for."""
+def test_a_tile_beyond_shared_memory_is_refused_by_the_compiler(chip: str) -> None:
+    """A tile larger than the shared memory of a multiprocessor."""
     try:
         compiled(chip, "int8", -2, 256, 4096, 4096, jnp.bfloat16, tile=tiling.Tile(256, 128, 256, warps=8, stages=4))
     except Exception as error:
@@ -131,7 +131,7 @@ def main() -> None:
     try:
         for chip in CHIPS:
             start = time.monotonic()
-            test_what_the_compiler_refuses(chip)
+            test_a_tile_beyond_shared_memory_is_refused_by_the_compiler(chip)
             count = test_products(chip)
             print(f"{chip}: {count} products compiled in {time.monotonic() - start:.0f} s by {shutil.which('ptxas')}")
     finally:

@@ -33,18 +33,18 @@ class Layout:
         return f"{self.format}-axis{self.axis}" + (f"-block{self.block_size}" if self.block_size else "")
 
 
-# Where time is short, each format is tested in one half of the layouts on the newest JAX, and in the other half on the
-# oldest. `make test-all` takes them all.
+# By default each format is tested in one half of the layouts on the newest JAX, and in the other half on the oldest.
+# `make test-all` runs all layouts.
 HALF = {"one": 1, "other": 0}.get(os.environ.get("LOWBIT_TEST_LAYOUTS", "all"))
 
 
 def layouts() -> list[Layout]:
-    """A new row in the table of formats is a new set of tests."""
+    """Two layouts of every registered format."""
     return _every_format((-2, None), (-1, 16))
 
 
 def more_layouts() -> list[Layout]:
-    """The other ways, for the tests that depend on where the scales lie."""
+    """Two more layouts of every format, for tests that depend on the axis and the blocks of the scales."""
     return _every_format((-2, 32), (-1, None))
 
 
@@ -58,7 +58,7 @@ def _every_format(*ways: tuple[int, int | None]) -> list[Layout]:
 
 @functools.cache
 def weights(layout: Layout) -> dict[str, QuantizedArray]:
-    """Quantized arrays of the shapes that the features use, none of which is the shape of an activation."""
+    """Quantized arrays for the features. No shape is that of an activation."""
     w, square, stack, heads = jax.random.split(jax.random.key(1), 4)
     return {
         "w": layout.quantize(jax.random.normal(w, (K, N))),
@@ -73,7 +73,7 @@ def activations() -> jax.Array:
 
 
 def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
-    """Equal in structure, shape, dtype, and in value to `tolerance` of the largest."""
+    """Assert equal structure, shape and dtype, and values within `tolerance` of the largest."""
     got, want = lowbit.materialize(got), lowbit.materialize(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -90,7 +90,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 
 def assert_same_bits(a: QuantizedArray, b: QuantizedArray) -> None:
-    """The same array to the last stored bit."""
+    """Assert that two arrays have the same stored bits."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype

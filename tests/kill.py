@@ -1,10 +1,10 @@
-"""`lowbit quantize` killed at random moments: the target is the old one or the new one, and the next run goes on.
+"""Kill `lowbit quantize` at random moments: the target must be the old or the new one, and the next run resumes.
 
 python tests/kill.py [--kills 200] [--seed 0] [--folder FOLDER] [--kinds file,directory,steps]
 
-Every sixth time it is interrupted as by Ctrl-C rather than killed. Two sources take turns, so that the old target and
-the new one differ. The directory has files of others in it, which must keep every byte. Processes are forked before JAX
-has started, which saves each of them the imports, and share what is compiled.
+Every sixth run is interrupted as by Ctrl-C instead. Two sources alternate, so that the old and the new target differ.
+The directory has foreign files in it, which must not change. Processes are forked after the imports and before JAX
+starts, and share a compilation cache.
 
 `steps` is not random: the files of a directory are replaced, without quantizing, by a process that ends before each of
 its calls to the file system in turn.
@@ -41,7 +41,7 @@ OWN = {".lowbit-out.journal", ".lowbit-out.part", ".lowbit-out.new"}
 
 def make(path: Path, seed: int, kind: str) -> Path:
     rng = np.random.default_rng(seed)
-    # Kernels are gone through twice.
+    # A kernel needs two passes: its maxima, then its codes.
     shapes = {"weight": (64, 512), "kernel": (64, 256)}
     tensors = {
         f"layers.{i}.{name}": rng.standard_normal(shape).astype(np.float32)
@@ -54,7 +54,7 @@ def make(path: Path, seed: int, kind: str) -> Path:
         return path
     path.mkdir()
     safetensors.numpy.save_file(tensors, path / "model.safetensors")
-    for i in range(4):  # some names are the same in both, and some are not
+    for i in range(4):  # some names are in both
         file = path / f"more{seed * (i % 2)}" / f"{i}.json"
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(seed))
@@ -63,24 +63,24 @@ def make(path: Path, seed: int, kind: str) -> Path:
 
 
 def start(source: Path, target: Path, log: Path) -> int:
-    """The number of a process that quantizes."""
+    """Start a process that quantizes; returns its id."""
     if child := os.fork():
         return child
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     _chunks.CHUNK, _staging.SYNCED = 4096, 8192
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs behind them ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore it
     try:
         code = app(["quantize", str(source), str(target), "--format", "int8", "--force"], standalone_mode=False)
-    except BaseException as error:  # this process must never run on
+    except BaseException as error:  # the forked process must not return
         print(repr(error), flush=True)
         os._exit(1)
     os._exit(code or 0)
 
 
 def contents(target: Path) -> dict[str, bytes]:
-    """The bytes of the target: of a file, or of each file of a directory, without what waits there to be moved."""
+    """The bytes of the target: of a file, or of each file of a directory except those that are still to be moved."""
     if target.is_file():
         return {"": target.read_bytes()}
     names = [path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()]
@@ -88,7 +88,7 @@ def contents(target: Path) -> dict[str, bytes]:
 
 
 def whole(source: Path, target: Path, log: Path) -> dict[str, bytes]:
-    """What a run makes which nobody interrupts."""
+    """The result of an uninterrupted run."""
     _, status = os.waitpid(start(source, target, log), 0)
     assert status == 0, log.read_text()
     return contents(target)
@@ -102,7 +102,7 @@ def lines(journal: Path) -> int:
 
 
 def begun(child: int, journal: Path, known: int = 1) -> bool:
-    """Wait until the first chunks of a run are on the disk; False if it has ended before."""
+    """Wait until the first chunks of a run are on the disk; False if the run ends before that."""
     while lines(journal) <= known:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG):
             return False
@@ -111,7 +111,7 @@ def begun(child: int, journal: Path, known: int = 1) -> bool:
 
 
 def is_mixed(target: Path, found: dict[str, bytes], wanted: list[dict[str, bytes]]) -> bool:
-    """Whether a directory was left half replaced, which lowbit must notice; anything worse is an error."""
+    """Whether a directory was left half replaced. lowbit must detect that; any other mixture is an error."""
     if found in wanted:
         return False
     assert target.is_dir(), "the target is neither the old file nor the new one"
@@ -141,15 +141,15 @@ def tortured(folder: Path, kind: str, kills: int, seed: int) -> dict[str, int]:
     times.append(time.monotonic())
     assert contents(target) == wanted[1] != wanted[0]
     counts = dict.fromkeys(("killed", "interrupted", "finished", "resumed", "part", "mixed", "replaced"), 0)
-    new = done = 0  # which of the two is being written over the other; how many runs were cut short
+    new = done = 0  # which source is being written; how many runs were stopped
     while done < kills:
         known = max(lines(journal), 1)
         child = start(sources[new], target, log)
-        before = done % 4 == 3 or not begun(child, journal, known)  # most of the time of a run is that of its start
+        before = done % 4 == 3 or not begun(child, journal, known)  # most of the time of a run is its start
         last = times[1] - times[0] if before else times[2] - times[1]
         time.sleep(moments.uniform(0, last))
         how = signal.SIGINT if done % 6 == 5 else signal.SIGKILL
-        os.kill(child, how)  # it may have ended, but nobody has waited for it yet
+        os.kill(child, how)  # it may have ended and not been reaped
         _, status = os.waitpid(child, 0)
         beside = {name for name in os.listdir(folder) if name.startswith(".")}
         found, said = contents(target), log.read_text()
@@ -168,7 +168,7 @@ def tortured(folder: Path, kind: str, kills: int, seed: int) -> dict[str, int]:
         if found == wanted[new]:
             counts["replaced"] += 1
             new = 1 - new
-            # Killed after the new file took its place, there is a journal of nothing, which the next run cleans.
+            # A run that is killed after the rename leaves a journal without a staging file, which the next run removes.
             assert beside <= {".lowbit-out.journal"}, beside
     assert whole(sources[new], target, log) == wanted[new]
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
@@ -181,21 +181,21 @@ CALLS = ("mkdir", "replace", "rename", "unlink", "rmdir", "fsync")
 
 
 def forked(work: Callable[[], None], calls: int | None = None) -> int:
-    """The exit code of a process that does some work, or ends after so many calls to the file system."""
+    """The exit code of a process that calls `work`, or ends after `calls` calls to the file system."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         if calls is not None:
             ends_after(calls)
         work()
-    except BaseException:  # this process must never run on
+    except BaseException:  # the forked process must not return
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
 def ends_after(left: int) -> None:
-    """Have this process end, as if it was killed, after so many calls to the file system."""
+    """End this process, as if it were killed, after this many calls to the file system."""
 
     def counted(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
         nonlocal left
@@ -209,10 +209,10 @@ def ends_after(left: int) -> None:
 
 
 def write(target: Path, files: dict[str, bytes], part: Path) -> None:
-    """What `convert` does with a directory when its weights are finished."""
+    """Replace a directory as `convert` does when the weights are finished."""
     _directory.finish(target)
     _directory.discard(target, part)
-    if not part.exists():  # then they were in their place
+    if not part.exists():  # an earlier run has moved the weights already
         return
     with _directory.staged(target, files, part) as folder:
         for name, data in files.items():
@@ -223,7 +223,7 @@ def write(target: Path, files: dict[str, bytes], part: Path) -> None:
 
 
 def stepped(folder: Path, *, fresh: bool) -> int:
-    """Replace a directory, killed before each step; how many steps that takes."""
+    """Replace a directory, killed before each step; returns the number of steps."""
     weights, target, part = folder / "weights", folder / "out", folder / ".lowbit-out.part"
     assert forked(lambda: lowbit.save(weights, {"w": np.ones(64, np.float32)})) == 0
     new = NEW | {"model.safetensors": weights.read_bytes()}

@@ -39,7 +39,7 @@ def struct(shape: tuple[int, ...], sharding: Any, dtype: Any = np.float32) -> ja
 
 
 def assert_shards(array: jax.Array, want: np.ndarray, tolerance: float = 0) -> None:
-    """What this process has of an array is what it should be."""
+    """Assert that the shards of this process have these values."""
     assert array.shape == want.shape and array.dtype == want.dtype and not array.is_fully_addressable
     assert array.addressable_shards
     for shard in array.addressable_shards:
@@ -47,19 +47,19 @@ def assert_shards(array: jax.Array, want: np.ndarray, tolerance: float = 0) -> N
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
-    """What is saved, of the files that are there."""
+    """The tree to save, made from the dense file."""
     path = folder / "dense.safetensors"
     w, rows = (lowbit.load(path, {"w": struct((K, N), over(spec))})["w"] for spec in (COLUMNS, ROWS))
     assert (w.sharding, rows.sharding) == (over(COLUMNS), over(ROWS))
     assert_shards(w, weight())
     assert_shards(rows, weight())
     return {
-        "columns": {name: lowbit.quantize(w, name) for name in FORMATS},
+        "columns": {name: lowbit.quantize(w, name, axis=-1) for name in FORMATS},
         "rows": {name: FORMATS[name].quantize(rows, axis=-2) for name in FORMATS},
         "squares": jax.device_put(w, over(P("y", "x"), 4, 2)),
         "replicated": jax.device_put(np.arange(6, dtype=np.int32), over(P())),
         "none": jax.device_put(np.zeros((0, 8), np.float32), over(P(None, "x"))),
-        "number": jnp.float32(jax.process_index()),  # each process has its own, and that of the first is saved
+        "number": jnp.float32(jax.process_index()),  # differs between processes; that of the first is saved
         "host": np.arange(3, dtype=np.int64),
         "tuple": (w, 7, None, "text"),
     }
@@ -80,7 +80,7 @@ def run(process: int, folder: Path) -> Any:
     multihost_utils.sync_global_devices("failed")
     after = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert after == before, [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    multihost_utils.sync_global_devices("looked")
+    multihost_utils.sync_global_devices("compared")
     lowbit.save(path, tree, metadata={"step": 3})
     want = whole(tree, folder)
     if process == 0:
@@ -89,7 +89,7 @@ def run(process: int, folder: Path) -> Any:
 
 
 def damaged_bytes_of_others_are_not_read(process: int, folder: Path) -> None:
-    """The rows of the other process are not what was saved, and nobody looks at them."""
+    """Damage in the rows of the other process goes unnoticed, since they are not read."""
     path, read, taken = folder / f"damaged-{process}.safetensors", _header.Tensor.read, []
 
     def counting(self: Any, wanted: Any) -> np.ndarray:
@@ -107,20 +107,20 @@ def damaged_bytes_of_others_are_not_read(process: int, folder: Path) -> None:
         except ValueError as error:
             assert "tensor 'w' is damaged: its bytes do not match its checksum" in str(error), error
         else:
-            raise AssertionError("what is read whole is checked")
+            raise AssertionError("a tensor that is read whole must be checked")
 
 
 def whole(tree: Any, folder: Path) -> Any:
-    """The arrays with the pieces of all processes, as numpy arrays, by way of files. All call it."""
+    """Gather the shards of all processes as numpy arrays, through files. Every process must call it."""
     leaves, structure = jax.tree.flatten(tree)
-    cut = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not x.is_fully_addressable]
-    own = {i: [(shard.index, np.asarray(shard.data)) for shard in leaves[i].addressable_shards] for i in cut}
-    number = len(list(folder.glob(f"pieces-*-{jax.process_index()}.pickle")))
-    (folder / f"pieces-{number}-{jax.process_index()}.pickle").write_bytes(pickle.dumps(own))
+    sharded = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not x.is_fully_addressable]
+    own = {i: [(shard.index, np.asarray(shard.data)) for shard in leaves[i].addressable_shards] for i in sharded}
+    number = len(list(folder.glob(f"shards-*-{jax.process_index()}.pickle")))
+    (folder / f"shards-{number}-{jax.process_index()}.pickle").write_bytes(pickle.dumps(own))
     multihost_utils.sync_global_devices("written")
-    found = [np.empty(x.shape, x.dtype) if i in cut else x for i, x in enumerate(leaves)]
+    found = [np.empty(x.shape, x.dtype) if i in sharded else x for i, x in enumerate(leaves)]
     for process in range(jax.process_count()):
-        for i, shards in pickle.loads((folder / f"pieces-{number}-{process}.pickle").read_bytes()).items():
+        for i, shards in pickle.loads((folder / f"shards-{number}-{process}.pickle").read_bytes()).items():
             for index, data in shards:
                 found[i][index] = data
     return jax.tree.unflatten(structure, [np.asarray(x) if isinstance(x, jax.Array) else x for x in found])
@@ -136,8 +136,8 @@ def products_are_those_of_the_dense_weights(tree: dict[str, Any], folder: Path) 
                 q = tree[kind][name]
                 assert q.sharding == over(spec), (name, q.sharding)
                 dense = np.asarray(stored[kind][name].materialize())
-                if kind == "columns":  # a mean over pieces is rounded otherwise than one over all
-                    alone = lowbit.quantize(jnp.asarray(weight()), name)
+                if kind == "columns":  # a mean over shards is rounded differently from one over the whole
+                    alone = lowbit.quantize(jnp.asarray(weight()), name, axis=-1)
                     np.testing.assert_allclose(dense, alone.materialize(), atol=1e-6, rtol=1e-6)
                 want = x @ dense
                 y = product(jax.device_put(x, over(x_spec)), q)
@@ -164,7 +164,7 @@ def failing_to_write(process: int, path: Path, tree: Any) -> list[str]:
 
 
 def failing_to_publish(process: int, path: Path, tree: Any) -> list[str]:
-    """All pieces are written, and the index is not."""
+    """The shard files are written, and the index is not."""
     write = _write.write_file
 
     def failing(target: Path, *args: Any) -> bytes:
@@ -191,7 +191,7 @@ def differing(process: int, path: Path, tree: Any) -> list[str]:
 
 
 def restart(process: int, folder: Path) -> Any:
-    """The same arrays on another number of devices, laid out otherwise."""
+    """Load the arrays on another number of devices with other shardings."""
     path, want = folder / "model.safetensors", pickle.loads((folder / "want.pickle").read_bytes())
     for sharding in (over(COLUMNS), over(ROWS), over(P("y", "x"), 2, jax.device_count() // 2)):
         tree = loaded(path, want, sharding)
@@ -207,7 +207,7 @@ def restart(process: int, folder: Path) -> Any:
 
 
 def loaded(path: Path, want: Any, sharding: NamedSharding) -> Any:
-    """The checkpoint with each weight laid out so."""
+    """The checkpoint with this sharding for each weight."""
 
     def laid_out(leaf: Any) -> Any:
         return struct((K, N), sharding) if getattr(leaf, "shape", None) == (K, N) else leaf

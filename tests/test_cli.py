@@ -1,7 +1,6 @@
 """The command: files in and out as a user types it, and one line for every mistake."""
 
 import errno
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -10,42 +9,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-import safetensors.numpy
-from test_demo import TOKENS, tiny_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from typer.testing import CliRunner
+from cli_helpers import huggingface_dir, left_over, run
+from test_demo import TOKENS
 
 import lowbit
-from lowbit.cli.app import app
-from lowbit.demo import llama
 from lowbit.demo.language_model import LanguageModel
-from lowbit.io import GGUFFile, _directory, open_tensors
+from lowbit.io import GGUFFile, open_tensors
 from lowbit.io import _convert as converting
 
 
-def run(*args: Any, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert result.exit_code == code, result.output
-    return result
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    return tiny_file(tmp_path / "tiny.gguf")
-
-
-def left_over(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name.startswith("."))
-
-
-def test_a_gguf_goes_through_a_file_of_ours_and_back(tiny: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_survives_a_round_trip_through_a_lowbit_file(tiny: Path, tmp_path: Path) -> None:
     ours, back = tmp_path / "ours.safetensors", tmp_path / "back.gguf"
     run("convert", tiny, ours)
     file, original = open_tensors(ours), GGUFFile(tiny)
@@ -55,7 +34,7 @@ def test_a_gguf_goes_through_a_file_of_ours_and_back(tiny: Path, tmp_path: Path)
     fields = dict(GGUFFile(back).fields)
     assert fields.pop("general.file_type").value == 7 and fields == original.fields
     assert GGUFFile(back).type("token_embd.weight") == "Q8_0"
-    # Bits that are stored are kept on every way.
+    # Stored bits are kept in both directions.
     ours.unlink()
     run("convert", back, ours)
     assert open_tensors(ours).type("token_embd.weight") == "int8"
@@ -82,35 +61,7 @@ def test_quantized_files_generate_what_quantized_models_do(tiny: Path, tmp_path:
     run("quantize", tiny, tmp_path / "c", "--strict", "--rule", "*ffn_dwn*=int8", code=1)
 
 
-def huggingface_dir(tiny: Path, folder: Path) -> Path:
-    """The tiny llama as Hugging Face has it: other names, and heads that turn halves."""
-    folder.mkdir(parents=True)
-    file = GGUFFile(tiny)
-    tensors = {
-        "model.embed_tokens.weight": file.dense("token_embd.weight"),
-        "model.norm.weight": file.dense("output_norm.weight"),
-    }
-    for i in range(2):
-        for name, stored in llama.GGUF.names.items():
-            w = file.dense(llama.GGUF.layer.format(i, stored))
-            if name in ("q", "k"):
-                w = w.reshape(-1, 8, 2, 64).swapaxes(1, 2).reshape(w.shape)
-            tensors[llama.HUGGING_FACE.layer.format(i, llama.HUGGING_FACE.names[name])] = w
-    safetensors.numpy.save_file(
-        {name: np.ascontiguousarray(w) for name, w in tensors.items()}, folder / "model.safetensors"
-    )
-    sizes = {key: file.metadata[llama.GGUF.sizes[name]] for name, key in llama.HUGGING_FACE.sizes.items()}
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokens[2]}))
-    (folder / "README.md").write_text("tiny")
-    return folder
-
-
-def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> None:
+def test_hugging_face_directories_are_read_and_written(tiny: Path, tmp_path: Path) -> None:
     folder = huggingface_dir(tiny, tmp_path / "hf")
     want = LanguageModel.from_gguf(tiny).logits(TOKENS)
     np.testing.assert_allclose(LanguageModel.from_file(folder, "float32").logits(TOKENS), want, atol=1e-5)
@@ -123,14 +74,14 @@ def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> N
     error = np.linalg.norm(model.logits(TOKENS) - want) / np.linalg.norm(want)
     assert 0 < error < 0.05
     assert run("generate", "a low", "--raw", "--tokens", 3, "--model", ours).output.endswith("\n")
-    # And as bitsandbytes has it, which is read back bit for bit.
+    # Written for bitsandbytes, and read back bit for bit.
     other = tmp_path / "bnb"
     assert "--requantize" in run("quantize", folder, other, "--to", "bitsandbytes", code=1).stderr
     run("quantize", folder, other, "--to", "bitsandbytes", "--requantize")
     assert json.loads((other / "config.json").read_text())["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
     name = "model.layers.0.mlp.up_proj.weight"
     got, w = open_tensors(other).array(name), open_tensors(folder).dense(name)
-    assert np.array_equal(got.codes, lowbit.ArrayNF4.quantize(w).codes)
+    assert np.array_equal(got.codes, lowbit.ArrayNF4.quantize(w, axis=-1).codes)
     told = run("convert", other, ours, "--force").stderr
     assert "lowbit: model.layers.0.mlp.down_proj.weight was dequantized: its blocks of 64 cross its rows" in told
     assert "cannot keep its stored bits" in run("convert", other, ours, "--force", "--strict", code=1).stderr
@@ -142,7 +93,7 @@ def test_hugging_face_directories_go_in_and_out(tiny: Path, tmp_path: Path) -> N
     assert "was quantized by gptq" in run("convert", folder, tmp_path / "b", code=1).stderr
 
 
-def test_inspect_and_compare_tell_what_is_there(tiny: Path, tmp_path: Path) -> None:
+def test_inspect_and_compare_list_the_tensors(tiny: Path, tmp_path: Path) -> None:
     found = json.loads(run("inspect", tiny, "--json").output)
     assert found["tensors"][0] == {"name": "blk.0.attn_q.weight", "shape": [64, 64], "type": "F32", "bytes": 16384}
     lines = run("inspect", tiny).output.splitlines()
@@ -187,7 +138,7 @@ def mistakes(tiny: Path, folder: Path) -> dict[str, tuple[tuple[Any, ...], str]]
     }
 
 
-def test_every_mistake_is_one_line_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_every_mistake_is_reported_in_one_line_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     for args, text in mistakes(tiny, tmp_path).values():
         before = sorted(os.listdir(tmp_path))
         result = run(*args, code=1)
@@ -196,9 +147,9 @@ def test_every_mistake_is_one_line_and_changes_nothing(tiny: Path, tmp_path: Pat
     assert (tmp_path / "there").read_text() == "old"
 
 
-@pytest.mark.parametrize("to", ["safetensors", "gguf"])  # of files of ours a part is left, see test_stream
+@pytest.mark.parametrize("to", ["safetensors", "gguf"])  # lowbit files leave a staging file, see test_stream_resume
 @pytest.mark.parametrize("force", [False, True])
-def test_what_fails_on_the_way_leaves_the_old_file(
+def test_a_failing_command_leaves_the_old_file(
     force: bool, to: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "model.safetensors"
@@ -245,7 +196,7 @@ def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
     assert f"Example: lowbit {command}" in text and run(command, "-h").output == text
     assert len(text.splitlines()) <= 40
     options = re.findall(r"^  (?:-\w, )?(--[\w-]+) (<\S+>|[a-z]\S*)", text, re.MULTILINE)
-    assert not options, "metavars are in capitals"
+    assert not options, "metavars must be in capitals"
 
 
 def test_help_lists_the_commands_each_on_a_line() -> None:
@@ -275,7 +226,7 @@ def test_python_m_lowbit_is_the_command(tiny: Path) -> None:
     assert result.returncode == 0 and result.stdout.startswith("name ")
 
 
-def test_gguf_types_that_are_no_format_of_ours_are_decoded_once(tmp_path: Path) -> None:
+def test_gguf_types_without_a_lowbit_format_are_decoded_and_quantized(tmp_path: Path) -> None:
     w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     path = tmp_path / "q4.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -288,180 +239,14 @@ def test_gguf_types_that_are_no_format_of_ours_are_decoded_once(tmp_path: Path) 
     run("quantize", path, tmp_path / "a", "--format", "nf4")
     file, before = open_tensors(tmp_path / "a"), GGUFFile(path)
     assert (file.type("Q4_1.weight"), file.type("Q8_0.weight")) == ("nf4", "int8")
-    assert np.array_equal(file.array("Q4_1.weight").codes, lowbit.ArrayNF4.quantize(before.dense("Q4_1.weight")).codes)
+    want = lowbit.ArrayNF4.quantize(before.dense("Q4_1.weight"), axis=-1)
+    assert np.array_equal(file.array("Q4_1.weight").codes, want.codes)
     assert np.array_equal(file.dense("Q8_0.weight"), before.dense("Q8_0.weight"))
     run("quantize", path, tmp_path / "b", "--rule", "Q8*=nf4")
     assert open_tensors(tmp_path / "b").type("Q8_0.weight") == "nf4"
 
 
-# --- directories with files of others
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file in a directory, without lowbit's manifest."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != _directory.MANIFEST]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def put(folder: Path, files: dict[str, str]) -> dict[str, bytes]:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return {name: text.encode() for name, text in files.items()}
-
-
-FOREIGN = {"thesis.txt": "mine", "notes/day.md": "1", ".hidden": "h", "weights.bin": "w", "onnx/model.onnx": "o"}
-
-
-@pytest.mark.parametrize("to", ["lowbit", "bitsandbytes", "safetensors"])
-def test_files_of_others_stay_in_a_directory_that_is_replaced(to: str, tiny: Path, tmp_path: Path) -> None:
-    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
-    put(source, {"onnx/config.json": "{}"})
-    given = ("quantize", source, target, "--to", to, "--requantize", "--dequantize", "--force")
-    run(*given)
-    first = contents(target)
-    foreign = put(target, FOREIGN)
-    (target / "link").symlink_to(tmp_path / "hf")
-    (source / "README.md").unlink()
-    put(source, {"LICENSE": "new", "onnx/config.json": "[]"})
-    run(*given)
-    now = contents(target)
-    assert {name: now[name] for name in foreign} == foreign and (target / "link").is_symlink()
-    assert now["LICENSE"] == b"new" and now["onnx/config.json"] == b"[]"
-    # What lowbit wrote and writes no more is gone.
-    assert now.keys() - foreign.keys() - {"LICENSE"} == first.keys() - {"README.md"}
-    assert left_over(tmp_path) == [] and left_over(target) == [".hidden", ".lowbit.json"]
-
-
-def test_a_directory_of_others_is_filled_and_nothing_in_it_changes(tiny: Path, tmp_path: Path) -> None:
-    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
-    foreign = put(target, {**FOREIGN, "README.md": "tiny"})  # the last as the source has it
-    run("quantize", source, target, "--force")
-    assert {name: contents(target)[name] for name in foreign} == foreign
-    manifest = json.loads((target / ".lowbit.json").read_text())["files"]
-    assert "README.md" not in manifest and "model.safetensors" in manifest
-    (source / "README.md").unlink()
-    run("quantize", source, target, "--force")
-    assert {name: contents(target)[name] for name in foreign} == foreign
-
-
-def test_what_a_user_has_changed_is_not_removed(tiny: Path, tmp_path: Path) -> None:
-    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
-    put(source, {"LICENSE": "l"})
-    run("quantize", source, target)
-    put(target, {"README.md": "mine"})
-    for name in ("README.md", "LICENSE"):
-        (source / name).unlink()
-    run("quantize", source, target, "--force")
-    assert (target / "README.md").read_text() == "mine" and not (target / "LICENSE").exists()
-
-
-IN_THE_WAY = {
-    "foreign": lambda target: put(target, {"tokenizer.json": "mine"}),
-    "weights": lambda target: put(target, {"model.safetensors": "mine"}),
-    "edited": lambda target: put(target, {"config.json": '{"model_type": "mine"}'}),
-    "manifest": lambda target: put(target, {".lowbit.json": "mine"}),
-    "directory": lambda target: ((target / "README.md").unlink(), put(target, {"README.md/mine": "mine"})),
-    "index": lambda target: put(target, {"model.safetensors.index.json": "{}"}),
-    "link": lambda target: ((target / "README.md").unlink(), (target / "README.md").symlink_to("config.json")),
-    "linked": lambda target: (target / "onnx").symlink_to(target.parent),
-}
-
-
-@pytest.mark.parametrize("case", IN_THE_WAY)
-def test_files_of_others_are_never_replaced(case: str, tiny: Path, tmp_path: Path) -> None:
-    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
-    run("quantize", source, target)
-    IN_THE_WAY[case](target)
-    put(source, {"onnx/new.json": "{}", "README.md": "other"})
-    before = contents(tmp_path)
-    told = run("quantize", source, target, "--force", "--format", "int8", code=1).stderr
-    assert "Move" in told and "--force" not in told and told.count("\n") == 1
-    assert contents(tmp_path) == before and left_over(tmp_path) == []
-
-
-def test_a_manifest_cannot_name_files_outside_of_its_directory(tiny: Path, tmp_path: Path) -> None:
-    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
-    run("quantize", source, target)
-    put(tmp_path, {"thesis.txt": "mine"})
-    proof = {"bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest()}
-    for name in ("../thesis.txt", str(tmp_path / "thesis.txt"), "a/../../thesis.txt"):
-        put(target, {".lowbit.json": json.dumps({"lowbit.manifest": 1, "files": {name: proof}})})
-        assert ".lowbit.json" in run("quantize", source, target, "--force", code=1).stderr
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-
-
-def test_places_that_nobody_means_are_refused_by_name(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = huggingface_dir(tiny, tmp_path / "models" / "hf")
-    for name in ("home/me", "work/here"):
-        put(tmp_path, {f"{name}/thesis.txt": "mine"})
-    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
-    monkeypatch.chdir(tmp_path / "work" / "here")
-    before = contents(tmp_path)
-    for target, told in {
-        ".": ". is the working directory",
-        "..": ".. contains the working directory",
-        tmp_path / "home" / "me": "is your home directory",
-        tmp_path / "home": "contains your home directory",
-        source: "is the source itself",
-        source.parent: f"is the directory of {source}",
-        source / "out": f"lies inside {source}",
-    }.items():
-        assert told in run("quantize", source, target, "--force", code=1).stderr
-        with pytest.raises(ValueError, match=re.escape(told)):
-            converting.convert(open_tensors(source), Path(target))
-    for target, told in {"/": "/ is the root directory", "/dev/shm": "/dev/shm is a mount point"}.items():
-        with pytest.raises(ValueError, match=told):  # of the command only what comes before any work
-            converting.check_target(source, Path(target), force=True)
-    assert contents(tmp_path) == before and left_over(tmp_path) == []
-
-
-def test_a_directory_is_on_the_disk_before_the_old_state_goes(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
-    run("quantize", source, target)
-    (source / "README.md").unlink()
-    done: list[tuple[str, str]] = []
-
-    def record(name: str, shown: Any) -> None:
-        real = getattr(os, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            path = Path(shown(*args))
-            if path.is_relative_to(tmp_path):
-                done.append((name, path.relative_to(tmp_path).as_posix()))
-            return real(*args, **options)
-
-        monkeypatch.setattr(os, name, call)
-
-    record("fsync", lambda file: os.readlink(f"/proc/self/fd/{file}"))
-    for name in ("replace", "rename"):
-        record(name, lambda new, path: path)
-    for name in ("unlink", "rmdir"):
-        record(name, lambda path: path)
-    run("quantize", source, target, "--force", "--format", "int8")
-    places = {event: i for i, event in enumerate(done)}  # the last time of each
-    first = {event: i for i, event in reversed(list(enumerate(done)))}
-    commit = places["rename", "out/.lowbit-new"]
-    files = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
-    for name in (*files, ".lowbit.json.part", "."):
-        assert first["fsync", f".lowbit-out.new/{name}".removesuffix("/.")] < commit
-    moved = [places["replace", f"out/{name}"] for name in files]
-    assert commit < first["fsync", "out"] < min(moved) and moved == sorted(moved)  # the weights last
-    synced = [i for i, event in enumerate(done) if event == ("fsync", "out")]
-    gone = [
-        places["unlink", "out/README.md"],
-        places["replace", "out/.lowbit.json"],
-        places["rmdir", "out/.lowbit-new"],
-    ]
-    assert gone == sorted(gone) and all(any(a < i < b for i in synced) for a, b in pairwise([max(moved), *gone]))
-    assert gone[-1] < synced[-1] < places["unlink", ".lowbit-out.journal"]
-
-
-# --- nothing printed that is not so
+# --- printed numbers
 
 
 def sizes(path: Path) -> tuple[int, int]:
@@ -494,7 +279,7 @@ def test_totals_are_those_of_the_file(to: str, tiny: Path, tmp_path: Path) -> No
     assert ("15 tensors have the error of nf4 and the size of " + stored in text) == (to != "lowbit")
 
 
-def test_growth_is_said_as_growth(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_that_grows_is_reported_as_larger(tiny: Path, tmp_path: Path) -> None:
     run("quantize", tiny, tmp_path / "nf4")
     assert "cannot hold 15 tensors" in run("convert", tmp_path / "nf4", tmp_path / "f16.gguf", code=1).stderr
     before, after = sizes(tmp_path / "nf4")[0], sizes(tiny)[0]
@@ -570,7 +355,7 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_numbers_that_are_not_finite_never_pass(case: str, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_raise(case: str, tmp_path: Path) -> None:
     *pair, error = NOT_FINITE[case]
     for name, values in zip("ab", pair, strict=True):
         lowbit.save(tmp_path / name, {"w": np.array(values, np.float32), "v": np.ones(3, np.float32)})

@@ -1,4 +1,4 @@
-"""Components in the dtypes that a cast of a whole tree gives them, and in those that no format has."""
+"""Components whose dtypes were changed by a cast of the whole tree, and dtypes and codes that no format allows."""
 
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ NARROW = [jnp.bfloat16, jnp.float16]
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """The usual cast of a model."""
+    """Cast every floating-point component, as models are cast."""
     return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
@@ -159,24 +159,24 @@ def test_narrow_scales_in_files(layout: Layout, tmp_path: Path) -> None:
     lowbit.save(tmp_path / "narrow.safetensors", params)
     same = jax.eval_shape(lambda: params)
     other = jax.eval_shape(lambda: {**params, "w": cast(params["w"], jnp.float32)})
-    for like in (None, same, other):  # how wide a scale is stored is no matter of the format
+    for like in (None, same, other):  # the dtype of the scales does not have to match
         assert_same_bits(lowbit.load(tmp_path / "narrow.safetensors", like)["w"], params["w"])
 
 
-def test_narrow_scales_written_for_others(tmp_path: Path) -> None:
+def test_narrow_scales_are_written_to_gguf_and_bitsandbytes(tmp_path: Path) -> None:
     w = jax.random.normal(jax.random.key(0), (4, 256))
-    narrow = cast(lowbit.Array8B.quantize(w, block_size=32), jnp.float16)  # the scales of Q8_0
+    narrow = cast(lowbit.Array8B.quantize(w, axis=-1, block_size=32), jnp.float16)  # the scales of Q8_0
     write_gguf(tmp_path / "narrow.gguf", {"w": narrow}, {}, type="Q8_0")
     assert_same_bits(GGUFFile(tmp_path / "narrow.gguf").array("w"), cast(narrow, jnp.float32))
     for double_quant in (False, True):
-        narrow = cast(lowbit.ArrayNF4.quantize(w, double_quant=double_quant), jnp.bfloat16)
+        narrow = cast(lowbit.ArrayNF4.quantize(w, axis=-1, double_quant=double_quant), jnp.bfloat16)
         got, want = (bitsandbytes_tensors("w", a) for a in (narrow, cast(narrow, jnp.float32)))
         assert {name: tensor.dtype for name, tensor in got.items()} == {name: t.dtype for name, t in want.items()}
         for name in want:
             np.testing.assert_array_equal(got[name], want[name])
 
 
-# --- dtypes that no format has
+# --- dtypes that no format allows
 
 
 def wrong(tree: Any, **fields: Any) -> Any:
@@ -200,7 +200,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES, ids=str)
-def test_a_component_of_another_dtype_is_noticed_at_the_first_use(use: str, layout: Layout) -> None:
+def test_a_component_of_another_dtype_raises_at_the_first_use(use: str, layout: Layout) -> None:
     q = layout.quantize(jnp.ones((64, 96)))
     cases = {"codes": (jnp.int32, jnp.float32, jnp.bfloat16, bool), "scales": (jnp.int32, jnp.int8, jnp.float8_e4m3fn)}
     for component, dtypes in cases.items():
@@ -219,7 +219,7 @@ def test_the_usual_mistakes_raise() -> None:
             jnp.ones((2, 64)) @ jax.tree.map(mistake, q)
 
 
-def test_what_jax_puts_in_the_place_of_components_is_left_alone(layout: Layout) -> None:
+def test_placeholders_that_jax_puts_for_components_are_accepted(layout: Layout) -> None:
     q = layout.quantize(jnp.ones((64, 96)))
     for make in (lambda a: None, lambda a: True, lambda a: P(), lambda a: a.dtype, lambda a: jax.typeof(a)):
         jax.tree.map(make, q)
@@ -229,22 +229,22 @@ def test_what_jax_puts_in_the_place_of_components_is_left_alone(layout: Layout) 
     assert jax.tree.map(jnp.zeros_like, q).shape == (64, 96)
 
 
-# --- codes that no format has
+# --- codes that no format allows
 
 
-def test_codes_out_of_range_are_noticed_where_an_array_is_made() -> None:
+def test_codes_out_of_range_raise_when_an_array_is_built() -> None:
     packed = jnp.array([[0b00011000, 0b10100111]], jnp.uint8)
     with pytest.raises(ValueError, match=r"1 of .* codes of this Array1B .* 0 to 2.* first is 3 at \(0, 7\)"):
         lowbit.Array1B(weight=packed, scale=jnp.ones((1, 1)))
     assert lowbit.Array1B(weight=packed, scale=jnp.ones((1, 1)), kind="binary").shape == (1, 16)
     made = jax.jit(lambda codes: lowbit.Array1B(weight=codes, scale=jnp.ones((1, 1))))(packed)  # not known when traced
     assert made.shape == (1, 8)
-    # No code of ours, but one of Q8_0 in GGUF, and read as there.
+    # lowbit never writes -128, but Q8_0 in GGUF has it, and it is read as there.
     lowest = lowbit.Array8B(weight=jnp.full((1, 4), -128, jnp.int8), scale=jnp.ones((1, 1)))
     assert_close(lowest, jnp.full((1, 4), -128.0), 0)
 
 
-def test_codes_out_of_range_in_a_file_are_noticed(tmp_path: Path) -> None:
+def test_codes_out_of_range_in_a_file_raise(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     q = lowbit.Array1B(jnp.ones((4, 6)))
     lowbit.save(path, {"layers": [q.replace(codes=q.codes.at[3, 0].set(0b10110000))]})

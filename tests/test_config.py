@@ -1,6 +1,7 @@
-"""The one entrance: `quantize` and its relatives, the settings that decide how products run, frozen and trainable."""
+"""`quantize` and `straight_through`, the settings of products, and `partition` into frozen and trainable leaves."""
 
 import dataclasses
+import functools
 import pickle
 
 import jax
@@ -37,6 +38,28 @@ def test_the_default_is_nf4_in_blocks_of_64() -> None:
     assert quantize(W, block_size=16).block_size == 16
 
 
+def test_the_default_axis_is_the_one_that_a_product_contracts() -> None:
+    by_class = [lowbit.Array8B.quantize, lowbit.ArrayNF4.quantize, lowbit.Array1B.quantize, lowbit.Array8B]
+    by_name = [functools.partial(quantize, dtype=dtype) for dtype in TYPES]
+    for fn in (*by_class, *by_name):
+        for shape, axis in (((64,), -1), ((64, 96), -2), ((3, 64, 96), -2), ((2, 3, 64, 96), -2)):
+            w = jax.random.normal(jax.random.key(0), shape)
+            assert fn(w).axis == jax.jit(fn)(w).axis == axis, (fn, shape)
+            assert_same_bits(fn(w), fn(w, axis=axis))
+
+
+def test_the_default_axis_keeps_uneven_columns_apart() -> None:
+    columns = jnp.exp(jax.random.normal(jax.random.key(1), (256,)))
+    w = jax.random.normal(jax.random.key(2), (512, 256)) * columns
+
+    def error(q: lowbit.QuantizedArray) -> float:
+        each = jnp.linalg.norm(q.materialize() - w, axis=0) / jnp.linalg.norm(w, axis=0)
+        return float(jnp.median(each))
+
+    assert error(quantize(w)) == error(lowbit.ArrayNF4.quantize(w)) == pytest.approx(0.09, abs=0.005)
+    assert error(quantize(w, axis=-1)) > 0.3
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_block_size_holds_for_every_format(dtype: QuantizationType) -> None:
     for got in (
@@ -45,18 +68,18 @@ def test_a_block_size_holds_for_every_format(dtype: QuantizationType) -> None:
         quantize(W, QuantizationConfig(dtype, 16), block_size=16),
     ):
         assert_same_bits(got, lowbit.FORMATS[dtype.value].quantize(W, block_size=16))
-        assert (got.block_size, got.scales.shape) == (16, (48, 5))
+        assert (got.block_size, got.scales.shape) == (16, (3, 80))
     want = np.asarray(lowbit.FORMATS[dtype.value].quantize(W, block_size=16).materialize())
     np.testing.assert_array_equal(np.asarray(straight_through(W, dtype, block_size=16)), want)
     np.testing.assert_array_equal(np.asarray(quantize(W, dtype, block_size=16, simulate=True)), want)
     assert quantize(W, dtype).block_size == (64 if dtype == "nf4" else None)
 
 
-def test_what_a_config_holds_may_be_given_by_keyword() -> None:
+def test_fields_of_a_config_may_be_given_by_keyword() -> None:
     want = QuantizationConfig("nf4", 32, axis=-2, double_quant=True, use_kernel=False, compute="fast")
     got = quantize(W, "nf4", block_size=32, axis=-2, double_quant=True, use_kernel=False, compute="fast")
     assert_same_bits(got, quantize(W, want))
-    # Repeating what the config says is no contradiction, nor is its default said aloud.
+    # Repeating a value of the config, or its default, is no contradiction.
     assert_same_bits(quantize(W, want, "nf4", 32, False, axis=-2, double_quant=True, compute="fast"), got)
     assert_same_bits(quantize(W, QuantizationConfig(), block_size=64), quantize(W))
     assert_same_bits(quantize(W, "ternary", absmean=True), quantize(W, QuantizationConfig("ternary", absmean=True)))
@@ -143,15 +166,16 @@ def test_simulated_materialized_and_straight_through_are_equal_to_the_bit(config
         np.testing.assert_array_equal(np.asarray(got), want)
 
 
-def test_straight_through_by_its_own_names() -> None:
+def test_straight_through_by_the_names_of_eformer() -> None:
     def equal(got: jax.Array, want: lowbit.QuantizedArray) -> None:
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want.materialize()))
 
-    equal(lowbit.straight_through_nf4(W, 32), lowbit.ArrayNF4.quantize(W, 32))
+    equal(lowbit.straight_through_nf4(W, 32), lowbit.ArrayNF4.quantize(W, 32, axis=-1))
     equal(lowbit.straight_through_nf4(W, block_size=16, axis=0), lowbit.ArrayNF4.quantize(W, 16, axis=0))
+    equal(lowbit.straight_through_8bit(W), lowbit.Array8B.quantize(W, axis=-1))
     equal(lowbit.straight_through_8bit(W, axis=0), lowbit.Array8B.quantize(W, axis=0))
-    equal(lowbit.straight_through_1bit(W), lowbit.Array1B.quantize(W))
-    equal(lowbit.straight_through_1bit(W, kind="binary"), lowbit.Array1B.quantize(W, kind="binary"))
+    equal(lowbit.straight_through_1bit(W), lowbit.Array1B.quantize(W, axis=-1))
+    equal(lowbit.straight_through_1bit(W, kind="binary"), lowbit.Array1B.quantize(W, axis=-1, kind="binary"))
     assert set(np.unique(lowbit.straight_through_1bit(W, kind="binary", scale=False))) == {-1, 1}
 
 
@@ -178,7 +202,7 @@ def test_straight_through_has_the_dense_gradient_in_every_transformation(dtype: 
 
     assert_close(jax.jit(jax.grad(layers))(stack, X), jnp.stack([want] * 3))
 
-    # Second order, where the point at which the outer function is taken is the quantized one.
+    # Second order: the outer function is evaluated at the quantized weights.
     def curved(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sin(x @ w).sum()
 
@@ -195,7 +219,7 @@ def test_straight_through_has_the_dense_gradient_in_every_transformation(dtype: 
 
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
-    """A kernel that notes the arithmetic it is asked for."""
+    """A kernel that records the arithmetic it is called with."""
     calls = []
 
     def kernel(product):
@@ -208,7 +232,7 @@ def asked(monkeypatch) -> list[str]:
 
 
 def told(asked: list[str], fn, *args) -> set[str]:
-    """The arithmetics that a call of `fn` traces, from a compiler that has forgotten what others asked for."""
+    """The arithmetics that a call of `fn` traces."""
     asked.clear()
     fn(*args)
     return set(asked)
@@ -233,7 +257,7 @@ def test_a_setting_wins_over_the_array_also_when_compiled_before(asked) -> None:
         assert told(asked, program, X, fast) == set()
     for q in (fast, plain, without):
         assert_close(program(X, q), X @ q.materialize())
-        # Known already, so nothing is traced again.
+        # Compiled already, so nothing is traced.
         assert told(asked, program, X, q) == set()
 
 
@@ -248,7 +272,7 @@ def test_gradients_are_exact(asked) -> None:
     def loss(x):
         return jnp.sin(x @ q).sum()
 
-    # The value by the fast one, its derivatives in both directions by the exact one.
+    # The value is computed fast, its derivatives in both modes exactly.
     assert products(jax.value_and_grad(loss)) == [(-2, "fast"), (-1, "exact")]
     assert products(lambda x: jax.jvp(loss, (x,), (x,))) == [(-2, "exact"), (-2, "fast")]
 
@@ -265,14 +289,14 @@ def test_settings_are_known_by_name() -> None:
     assert lowbit.is_kernel_available() == ("cpu" in dispatch._kernels.get("matmul", {}))
 
 
-# --- small ones
+# --- small functions
 
 
 @pytest.mark.parametrize(
     ("shape", "scale"),
     [((2, 48), (1, 80)), ((3, 2, 48), (48, 1)), ((48,), (1, 80)), ((2, 48), (48, 80)), ((2, 48), (80,))],
 )
-def test_matmul_of_parts(shape: tuple[int, ...], scale: tuple[int, ...]) -> None:
+def test_matmul_of_codes_and_scales(shape: tuple[int, ...], scale: tuple[int, ...]) -> None:
     lhs = jax.random.normal(jax.random.key(3), shape, jnp.bfloat16)
     weight = jax.random.randint(jax.random.key(4), W.shape, -127, 128, jnp.int8)
     scales = jax.random.uniform(jax.random.key(5), scale)
@@ -282,7 +306,7 @@ def test_matmul_of_parts(shape: tuple[int, ...], scale: tuple[int, ...]) -> None
     assert_close(got.astype(jnp.float32), jnp.asarray(want, jnp.float32), 2**-8)
 
 
-def test_matmul_of_parts_says_what_does_not_fit() -> None:
+def test_matmul_of_codes_and_scales_names_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"\(2, 47\).*\(48, 80\)"):
         lowbit.matmul_bf16_int8_weight_only(X[:2, :47], jnp.zeros((48, 80), jnp.int8), jnp.ones((1, 80)))
     with pytest.raises(TypeError, match="int8, not float32"):
@@ -321,7 +345,7 @@ def test_partition_and_combine() -> None:
         lowbit.combine({"q": None, "w": W}, {"q": q, "w": W})
 
 
-def test_gradients_of_the_trainable_part_only() -> None:
+def test_gradients_of_the_trainable_leaves_only() -> None:
     tree = {"q": quantize(W), "b": jnp.zeros(80), "step": jnp.int32(3)}
     trainable, frozen = lowbit.partition(tree)
 

@@ -40,10 +40,10 @@ def test_a_missing_library_warns_and_runs_the_reference(tmp_path, monkeypatch) -
     with pytest.warns(RuntimeWarning, match=r"without its native CPU kernels.*C\+\+ compiler.*LOWBIT_NATIVE=0"):
         assert cpu._load([str(tmp_path)]) is None
     monkeypatch.setenv("LOWBIT_NATIVE", "0")
-    assert cpu._load([str(tmp_path)]) is None  # not a word
+    assert cpu._load([str(tmp_path)]) is None  # no output
 
 
-def test_the_environment_decides() -> None:
+def test_environment_variables_choose_the_instruction_set() -> None:
     code = """
         import jax.numpy as jnp, lowbit
         from lowbit.kernels import cpu
@@ -58,7 +58,7 @@ def test_the_environment_decides() -> None:
 
 
 @native
-def test_products_are_calls_and_no_dense_weight(layout: Layout) -> None:
+def test_products_call_the_kernel_and_build_no_dense_weight(layout: Layout) -> None:
     k, n = 256, 512
     x, q = jnp.ones((8, k)), layout.quantize(jax.random.normal(jax.random.key(0), (k, n)))
     for program in (jax.jit(lambda x, q: x @ q), jax.jit(jax.grad(lambda x, q: jnp.sin(x @ q).sum()))):

@@ -1,4 +1,4 @@
-"""The language model of the demo: right against numpy, right with a cache, and what it loses on real weights."""
+"""The language model of the demo: equal to numpy, with and without a cache, and its quality on real weights."""
 
 import dataclasses
 import importlib.metadata
@@ -112,11 +112,11 @@ def by_numpy(file: GGUFFile, tokens: list[int]) -> np.ndarray:
 TOKENS = [5, 9, 200, 17, 17, 42, 101, 3, 250, 77, 8, 61]
 
 
-def test_the_model_is_a_llama(tiny: Path) -> None:
+def test_the_logits_are_those_of_a_llama_in_numpy(tiny: Path) -> None:
     want = by_numpy(GGUFFile(tiny), TOKENS)
     model = LanguageModel.from_gguf(tiny)
     np.testing.assert_allclose(model.logits(TOKENS), want, atol=2e-5 * np.abs(want).max())
-    # And so it is quantized, with the weights that it then has.
+    # Quantized, its logits are those of the dequantized weights.
     quantized, _ = model.quantized("nf4", strict=True)
     dense = dataclasses.replace(model, params=lowbit.dequantize_tree(quantized.params))
     got, want = quantized.logits(TOKENS), dense.logits(TOKENS)
@@ -124,7 +124,7 @@ def test_the_model_is_a_llama(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("formats", [INT8_CACHE, (None, "nf4")], ids=str)
-def test_tokens_one_by_one_are_tokens_at_once(tiny: Path, formats: Any) -> None:
+def test_decoding_token_by_token_equals_one_pass(tiny: Path, formats: Any) -> None:
     model = dataclasses.replace(LanguageModel.from_gguf(tiny).quantized("int8")[0], formats=formats)
     want = np.argmax(model.logits(TOKENS), -1)
     token, cache = read(model.config, model.params, np.array([TOKENS[:4]], np.int32), model.cache(20), 3, formats)
@@ -133,7 +133,7 @@ def test_tokens_one_by_one_are_tokens_at_once(tiny: Path, formats: Any) -> None:
         given = np.array([[TOKENS[position]]], np.int32)
         token, cache = write(model.config, model.params, given, cache, position, formats)
         assert int(token[0, 0]) == want[position]
-    # Each token was quantized once, when it came.
+    # Each token is quantized once, when it is added.
     whole = np.array([TOKENS], np.int32)
     once = read(model.config, model.params, whole, model.cache(20), len(TOKENS) - 1, formats)[1]
     for name, got in cache.items():
@@ -141,7 +141,7 @@ def test_tokens_one_by_one_are_tokens_at_once(tiny: Path, formats: Any) -> None:
         assert np.mean(np.abs(got - want) > 1e-4 * np.abs(want).max()) < 0.01
 
 
-def test_generation_ends_where_it_should(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_ends_at_the_end_token_or_the_limit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LanguageModel.from_gguf(tiny)
     text = list(model.generate(TOKENS, 6))
     assert len(text) == 6 and text == list(model.generate(TOKENS, 6))
@@ -154,7 +154,7 @@ def test_generation_ends_where_it_should(tiny: Path, monkeypatch: pytest.MonkeyP
         next(model.generate([1] * 1000, 30))
 
 
-def test_a_file_that_is_no_llama_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_llama_is_refused(tmp_path: Path) -> None:
     path = tiny_file(tmp_path / "a.gguf", architecture="gpt2")
     with pytest.raises(ValueError, match=r"a.gguf holds a model of type 'gpt2', and only 'llama' can be run"):
         LanguageModel.from_gguf(path)
@@ -188,38 +188,38 @@ def test_a_cache_in_int8_is_small_and_never_dense() -> None:
         traced = write.trace(config, params, token, quantized, position, INT8_CACHE)
     assert dense_weights(traced.jaxpr) == []
     made = [v.aval for eqn in equations(traced.jaxpr.jaxpr) for v in eqn.outvars]
-    assert [a for a in made if a.shape[-2:] == (512, config.head_size)]  # the codes, again and again
+    assert [a for a in made if a.shape[-2:] == (512, config.head_size)]  # the codes of the cache
     assert not [a for a in made if a.shape[-2:] == (512, config.head_size) and a.dtype != jnp.int8]
 
 
 def test_the_real_model() -> None:
-    """Perplexity, divergence, memory, what it says, and the same over six devices; one test, for one load."""
+    """Perplexity, divergence, memory, text, and the same over six devices. One test, since loading takes long."""
     found = json.loads(RESULTS.read_text())
     columns = found["columns"]
     committed = {row[2]: dict(zip(columns, row, strict=True)) for row in found["rows"]}
     dense = LanguageModel.from_gguf(demo_model_path())
-    pieces = evaluation.windows(dense, evaluation.demo_text())[:2]
-    references = evaluation.references(dense, pieces)
+    windows = evaluation.windows(dense, evaluation.demo_text())[:2]
+    references = evaluation.references(dense, windows)
     prompt = dense.tokenizer.encode("The capital of France is")
 
     def says_paris(model: LanguageModel) -> bool:
         return model.tokenizer.decode(model.generate(prompt, 2)).startswith(" Paris")
 
     assert says_paris(dense)
-    own = evaluation.quality(dense, pieces, references)
+    own = evaluation.quality(dense, windows, references)
     assert own.divergence < 2e-5 and own.agreement == 1
-    cached = evaluation.quality(dataclasses.replace(dense, formats=INT8_CACHE), pieces, references)
+    cached = evaluation.quality(dataclasses.replace(dense, formats=INT8_CACHE), windows, references)
     assert cached.divergence < 1.2 * committed["float32, cache int8"]["KL of 2 windows"]
     names = ("int8", "nf4") if HALF is None else ("nf4",)
     models = {name: dense.quantized(name, strict=True)[0] for name in names}
     del dense
     for name, model in models.items():
         assert says_paris(model)
-        got = evaluation.quality(model, pieces, references)
+        got = evaluation.quality(model, windows, references)
         assert got.divergence < 1.2 * committed[name]["KL of 2 windows"]
         if name == "int8":
             assert got.perplexity < 1.005 * own.perplexity and got.agreement > 0.95
-    # What is alive while NF4 generates: its stored weights, the cache, a token or two.
+    # Alive while NF4 generates: its stored weights, the cache, a token or two.
     del model
     nf4 = models.pop("nf4")
     models.clear()
@@ -229,7 +229,7 @@ def test_the_real_model() -> None:
     cache = sum(x.nbytes for x in jax.tree.leaves(nf4.cache(64)))
     peak = max(evaluation.live_bytes() for _ in nf4.generate(prompt, 5))
     assert peak - before < cache + 1e6
-    assert before < stored + 20e6  # the dense model is gone
+    assert before < stored + 20e6  # the dense model is freed
     texts = ("The sky is blue because", "Once upon a time there", "def add(a, b):\n")
     assert_the_same_model(nf4, on_devices(6, data=2, model=3), [nf4.tokenizer.encode(text) for text in texts])
     with pytest.raises(ValueError, match=r"layers/o: Axis -2 of length 576 .* 8 devices .* 64 elements\. 3 devices"):
@@ -283,7 +283,7 @@ def test_generate_writes_as_the_model_says(tiny: Path) -> None:
     assert run("generate", "a low", "--tokens", 5, "--model", tiny).output == want + "\n"
 
 
-def test_formats_of_keys_and_values_are_set_apart() -> None:
+def test_formats_of_keys_and_values_are_set_separately() -> None:
     assert _cache_formats("int8", None, None) == ("int8", "int8")
     assert _cache_formats(None, "int8", None) == ("int8", None)
     assert _cache_formats("int8", None, "nf4") == ("int8", "nf4")
@@ -299,7 +299,7 @@ def test_formats_of_keys_and_values_are_set_apart() -> None:
         (("generate", "a", "--model", "absent.gguf"), "No such file or directory: absent.gguf"),
     ],
 )
-def test_mistakes_are_one_line(args: tuple[str, ...], text: str, tiny: Path) -> None:
+def test_mistakes_are_reported_in_one_line(args: tuple[str, ...], text: str, tiny: Path) -> None:
     model = () if "--model" in args else ("--model", tiny)
     result = run(*args, *model)
     assert result.exit_code == 1
@@ -325,7 +325,7 @@ def on_devices(count: int, **axes: int) -> jax.sharding.Mesh:
 
 
 def assert_the_same_model(model: LanguageModel, mesh: jax.sharding.Mesh, prompts: list[list[int]]) -> None:
-    """As many sums as the dense model needs, the same logits and the same text."""
+    """The same number of all-reduces as the dense model, the same logits, the same text."""
     spread = model.sharded(mesh)
     tokens = np.asarray([prompt[:4] for prompt in prompts[:2]], np.int32)
     forward = jax.jit(lowbit.implicit(lambda params, tokens: llama.forward(model.config, params, tokens)[0]))
@@ -333,7 +333,7 @@ def assert_the_same_model(model: LanguageModel, mesh: jax.sharding.Mesh, prompts
     placed = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec(batch)))
     with lowbit.materialization("error"):
         compiled = forward.lower(spread.params, placed).compile()
-    # One sum for the rows of the embedding, and two in the layer, which is there once.
+    # One all-reduce for the rows of the embedding, and two in the layer, whose program is compiled once.
     moved = collectives(compiled.as_text())
     assert set(moved) == {f"all-reduce f32[{2 // mesh.shape.get('data', 1)},4,{model.config.width}]"}
     assert moved.total() == 3

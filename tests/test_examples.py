@@ -18,8 +18,8 @@ pytestmark = pytest.mark.frameworks
 
 FILES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
-# Of each example: what became of its weights, with one row for the layers of a list; how much smaller the model is at
-# least; and the most that the logits may be off.
+# For each example: the format of its weights, with one row for the layers of a list; the least factor by which the
+# model shrinks; and the largest error of the logits.
 Weights = dict[str, tuple[str, int]]
 MODELS: dict[str, tuple[Weights, float, float]] = {
     "plain_pytree": (
@@ -91,12 +91,12 @@ def is_quantized(x: Any) -> bool:
 
 
 def stored(params: Any) -> int:
-    """The bytes of all arrays, whatever else the tree holds."""
+    """The bytes of all arrays in a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params) if hasattr(leaf, "nbytes"))
 
 
 def check_report(report: lowbit.Report, weights: Weights, params: Any, printed: str) -> None:
-    """The weights in their formats, all else kept; the sums right, and all of it printed."""
+    """Assert that weights have their formats, other leaves are kept, and the printed totals are right."""
     found: dict[str, Any] = {}
     for row in report.quantized:
         path = re.sub(r"/\d+/", "/*/", row.path)
@@ -167,5 +167,5 @@ def test_qat_stores_the_trained_values(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < (160 if path.stem == "qat" else 80)  # which brings text and training
+    assert len(path.read_text().splitlines()) < (160 if path.stem == "qat" else 80)  # it brings text and training
     assert path.stem in {"new_format", "optax_frozen", "qat", "qlora", *MODELS}  # each has a test

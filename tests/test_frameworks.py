@@ -18,7 +18,7 @@ import lowbit
 from lowbit import QuantizedArray, implicit
 from lowbit.testing import dense_weights
 
-# A framework sees an array and not its format; where time is short, two of them will do.
+# A framework sees an array and not its format, so the short run tests two formats.
 SOME = [name for name in lowbit.FORMATS if HALF is None or name in ("int8", "nf4")]
 pytestmark = [pytest.mark.frameworks, pytest.mark.parametrize("format", SOME)]
 
@@ -30,7 +30,7 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, QuantizedArray)
 
 
-# To Equinox a quantized array is no inexact array, so its own filters find what is trained.
+# Equinox does not count a quantized array as inexact, so its own filters find the trained leaves.
 split = partial(eqx.partition, is_leaf=is_quantized)
 join = partial(eqx.combine, is_leaf=is_quantized)
 
@@ -44,7 +44,7 @@ def quantize(w: jax.Array, format: str, axis: int = -2) -> QuantizedArray:
 
 
 def quantize_named(params: Any, format: str, **axes: int) -> Any:
-    """The parameters with those quantized that have one of the names in their path, along the axis of the first."""
+    """Quantize the parameters whose path has one of these names, along the axis of the first such name."""
 
     def leaf(path: Any, w: jax.Array) -> Any:
         names = [key.key for key in path]
@@ -55,7 +55,7 @@ def quantize_named(params: Any, format: str, **axes: int) -> Any:
 
 
 def check(fn: Callable[..., jax.Array], *args: Any) -> None:
-    """`fn(*args)` and its gradients, taken outside and inside of `implicit`: fused, and as with dense weights."""
+    """Assert that `fn(*args)` and its gradients, outside and inside `implicit`, are fused and equal to dense ones."""
     varied, fixed = split(args, eqx.is_inexact_array)
     fixed, static = split(fixed, lambda leaf: is_quantized(leaf) or eqx.is_array(leaf))
     assert jax.tree.leaves(varied) and quantized_leaves(fixed)
@@ -226,7 +226,7 @@ def test_nnx_grad(format: str) -> None:
 
 
 def test_nnx_dot_general(format: str) -> None:
-    """The product alone is implicit, with nothing around the model."""
+    """Only the product is implicit; the model is not wrapped."""
     # The default promote_dtype calls jnp.asarray(kernel), which outside of `implicit` makes it dense.
     model = NnxMLP(dot_general=implicit(jax.lax.dot_general), promote_dtype=lambda arrays, dtype: arrays)
     model, x = model.quantize(format), activations()
@@ -310,7 +310,7 @@ def test_equinox_scan_over_layers(format: str) -> None:
     check(model, layers, activations())
 
 
-# --- optax: nothing stored is changed by a step, not by weight decay either
+# --- optax: no step changes stored components, nor does weight decay
 
 
 def assert_only_the_rest_moved(after: Any, before: Any) -> None:

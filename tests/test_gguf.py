@@ -28,7 +28,7 @@ def weights(*shape: int) -> np.ndarray:
 
 
 def stored(type: Type, rows: int = 6, columns: int = 512) -> np.ndarray:
-    """A tensor of a type: quantized weights, or whatever bytes where the package cannot quantize."""
+    """A tensor of a type: quantized weights, or arbitrary bytes if the package cannot quantize to it."""
     try:
         return gguf.quantize(weights(rows, columns), type)
     except NotImplementedError:
@@ -55,7 +55,7 @@ def same_bits(got: Any, want: Any) -> bool:
     return got.dtype == want.dtype and got.shape == want.shape and got.tobytes() == want.tobytes()
 
 
-# --- what is in a file
+# --- contents of a file
 
 
 def test_metadata_is_plain_python_and_what_the_package_reads(tmp_path):
@@ -126,7 +126,7 @@ def test_a_type_that_the_package_cannot_decode_is_named(kind, tmp_path):
         file.array("w")
 
 
-# --- what `array` keeps
+# --- bits that `array` keeps
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_other_types_are_decoded(tmp_path):
     assert same_bits(array, gguf.dequantize(data, Type.Q4_1))
 
 
-# --- files that lie
+# --- inconsistent files
 
 F32, Q8_0 = 0, 8
 
@@ -203,7 +203,7 @@ def raw_file(
     alignment: int = 32,
     start: bytes = b"GGUF" + struct.pack("<I", 3),
 ) -> Path:
-    """A file with whatever in it; dimensions are in the order of the file."""
+    """A file with any contents; dimensions are in the order of the file."""
     header = start + struct.pack("<QQ", *(counts or (len(tensors), len(keys))))
     for key, kind, value in keys:
         header += text(key.encode()) + struct.pack("<I", kind) + value
@@ -268,7 +268,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def refused(path: Path) -> tuple[str, int]:
-    """What the error says, and how many bytes were allocated until then."""
+    """The message of the error, and the peak of allocated bytes."""
     error = ""
     tracemalloc.start()
     try:
@@ -282,7 +282,7 @@ def refused(path: Path) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_file_that_lies_is_one_error(case, tmp_path):
+def test_a_forged_file_raises_one_error(case, tmp_path):
     contents, message = HOSTILE[case]
     path = raw_file(tmp_path, **contents)
     error, peak = refused(path)
@@ -307,7 +307,7 @@ def test_more_values_than_any_model_has_are_refused_before_they_are_made(tmp_pat
 
 
 def small_file(path: Path) -> int:
-    """A file with values of many types; where its data begins."""
+    """A file with values of many types, and the offset of its data."""
     tensors = {"norm": (weights(5), Type.F32)}
     for kind in (Type.Q8_0, Type.TQ2_0, Type.Q4_1, Type.BF16, Type.IQ2_XS):
         tensors[f"blk.0.{kind.name}.weight"] = (stored(kind, 2, 256), kind)
@@ -315,7 +315,7 @@ def small_file(path: Path) -> int:
     return min(file._entries[name].start for name in file)
 
 
-def test_every_cut_is_an_error_that_names_the_file(tmp_path):
+def test_every_truncation_raises_an_error_that_names_the_file(tmp_path):
     small_file(tmp_path / "a.gguf")
     contents = (tmp_path / "a.gguf").read_bytes()
     end = max(tensor.stop for tensor in GGUFFile(tmp_path / "a.gguf")._entries.values())
@@ -328,7 +328,7 @@ def test_every_cut_is_an_error_that_names_the_file(tmp_path):
     assert len(GGUFFile(tmp_path / "b.gguf")) == 6
 
 
-def test_changed_bytes_in_the_header_read_or_raise_one_error(tmp_path):
+def test_changed_bytes_in_the_header_are_read_or_raise_one_error(tmp_path):
     start = small_file(tmp_path / "a.gguf")
     contents = (tmp_path / "a.gguf").read_bytes()
     dice = random.Random(0)
@@ -358,7 +358,7 @@ def test_changed_bytes_in_the_header_read_or_raise_one_error(tmp_path):
 
 
 @pytest.mark.parametrize("kind", DECODED, ids=lambda t: t.name)
-def test_whatever_bytes_a_tensor_has_it_decodes(kind, tmp_path):
+def test_any_bytes_of_a_tensor_decode(kind, tmp_path):
     block, size = gguf.GGML_QUANT_SIZES[kind]
     columns = math.lcm(block, 32)
     data = np.random.default_rng(2).integers(0, 256, 64 * columns // block * size, np.uint8)

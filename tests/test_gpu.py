@@ -1,4 +1,4 @@
-"""The kernel for NVIDIA GPUs: its numbers in interpret mode, and what programs for CUDA hold. Compiled: gpu_aot.py."""
+"""The kernel for NVIDIA GPUs: its results in interpret mode, and programs lowered for CUDA. See gpu_aot.py too."""
 
 import sys
 from functools import partial
@@ -31,7 +31,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def assert_rounded(got, want, dtype):
-    """Equal to the rounding of the result: float32 sums differ in their order, and may round to neighbours."""
+    """Assert equality up to the rounding of the result: sums differ in their order."""
     assert got.shape == want.shape and got.dtype == dtype
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert np.array_equal(np.isnan(got), np.isnan(want))
@@ -62,7 +62,7 @@ def test_every_dtype(axis) -> None:
 
 
 def test_a_weight_is_not_rounded_to_bfloat16() -> None:
-    w = lowbit.ArrayNF4.quantize(jnp.full((64, 32), 0.7).at[0].set(1.0), axis=-2)  # of a level with all its bits
+    w = lowbit.ArrayNF4.quantize(jnp.full((64, 32), 0.7).at[0].set(1.0), axis=-2)  # a level with all its bits
     y = product(Product(jnp.ones((1, 64), jnp.bfloat16), w, -2, jnp.float32))
     want = np.asarray(w.materialize(), np.float64).sum(0)
     assert np.max(np.abs(y - want)) < 1e-6 * want[0]
@@ -85,7 +85,7 @@ def test_scales_of_any_span(spans, contract) -> None:
 def test_stacks_and_chosen_layers() -> None:
     stack = Layout("ternary", -2, None).quantize(normal(0, 4, 40, 24))
     check(normal(1, 4, 2, 3, 40), stack, -2, jnp.float32)
-    chosen = stack.replace(index=jnp.array([2, 0, 9]))  # past the end is the last, as the reference has it
+    chosen = stack.replace(index=jnp.array([2, 0, 9]))  # an index past the end is the last layer, as in the reference
     check(normal(1, 3, 5, 24), chosen, -1, jnp.float32)
     check(normal(1, 5, 40), stack.replace(index=jnp.array(1)), -2, jnp.float32)
 
@@ -96,27 +96,27 @@ def test_tiles_of_rows_and_shares_of_k(contract) -> None:
     check(normal(1, 40, 200), w, contract, jnp.float32, tile=tiling.Tile(16, 64, 32, splits=3))
 
 
-def test_sizes_of_tiles() -> None:
+def test_tile_sizes_are_powers_of_two_that_read_each_weight_once() -> None:
     for layout in layouts() + more_layouts():
         for m in (1, 16, 17, 256, 300):
             for contract in (-2, -1):
                 w = jax.eval_shape(layout.quantize, jax.ShapeDtypeStruct((4096, 11008), jnp.float32))
                 tile = tiling.tile_for(m, w, contract, jnp.dtype(jnp.bfloat16), 2)
-                assert tile.rows >= min(m, 256), "a weight is read once"
+                assert tile.rows >= min(m, 256), "each weight must be read once"
                 span = span_of(w.spans, contract)
-                assert span % 32 or span % tile.depth == 0, "one scale for a step"
-                # Every number of a tile is a power of two, and none is too small for the tensor cores.
+                assert span % 32 or span % tile.depth == 0, "a step must have one scale"
+                # Every size of a tile is a power of two, and at least 16 for the tensor cores.
                 assert all(size >= 16 and size & size - 1 == 0 for size in (tile.rows, tile.columns, tile.depth))
 
 
 def test_a_step_deeper_than_a_block() -> None:
     x, w = normal(1, 3, 128, dtype=jnp.bfloat16), Layout("nf4", -2, 32).quantize(normal(0, 128, 64))
     deep = tiling.Tile(16, 32, 64)
-    assert not tiling.tiling_for(Product(x, w, -2, jnp.bfloat16), deep).after  # scales multiply the weights then
+    assert not tiling.tiling_for(Product(x, w, -2, jnp.bfloat16), deep).after  # so scales multiply the weights
     check(x, w, -2, jnp.bfloat16, tile=deep)
 
 
-# --- formats from outside
+# --- user-defined formats
 
 
 @formats.stored
@@ -127,14 +127,14 @@ class Array4B(lowbit.QuantizedArray):
         return codes.astype(jnp.float32) - 8
 
 
-def test_a_format_from_outside() -> None:
+def test_a_user_defined_format() -> None:
     codes = jax.random.randint(jax.random.key(0), (64, 20), 0, 256).astype(jnp.uint8)
     w = Array4B.build(shape=(64, 40), dtype=jnp.float32, spans=(32, 1), codes=codes, scales=normal(1, 2, 40))
     check(normal(2, 3, 64, dtype=jnp.bfloat16), w, -2, jnp.bfloat16)
     assert gpu.matmul_fits(Product(normal(2, 3, 64), w, -2, jnp.float32))
 
 
-def test_what_does_not_fit(monkeypatch) -> None:
+def test_operands_that_the_kernel_does_not_support_run_without_it(monkeypatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     import new_format
 
@@ -234,7 +234,7 @@ def test_on_eight_devices(interpreted) -> None:
 
 
 def test_shard_map_that_checks_what_varies() -> None:
-    # From JAX 0.12 on a mesh says of which devices it is.
+    # From JAX 0.12 on a mesh has a description of its devices.
     known = getattr(jax.sharding, "AbstractDevice", None)
     device = {"abstract_device": known(device_kind="NVIDIA H100", num_cores=None, platform="gpu")} if known else {}
     mesh = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,), **device)

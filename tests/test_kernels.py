@@ -21,7 +21,7 @@ from lowbit.kernels.product import Product
 
 
 def partitioned_matmul(product):
-    """A kernel that is opaque to the compiler, so that it must say how it is partitioned."""
+    """A kernel that is opaque to the compiler, so that it must partition itself."""
     leaves, tree = jax.tree.flatten(product)
 
     def on_one_device(*leaves):
@@ -104,11 +104,11 @@ def test_kernels_are_known_by_platform(
     assert lowbit.is_kernel_available() == known
 
 
-# --- what is imported when
+# --- lazy imports
 
 
 def run(code: str) -> str:
-    """What a process of its own prints."""
+    """The output of this code in a new process."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

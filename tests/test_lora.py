@@ -24,7 +24,7 @@ KEY = jax.random.key(7)
 
 
 def adapted(params: Any, rules: Any = "*", rank: int = 3, **options: Any) -> Any:
-    """The parameters with adapters that have learned something."""
+    """Add adapters whose factors are not zero."""
     params = lowbit.lora(params, rules, rank=rank, alpha=2 * rank, key=KEY, **options)
     return jax.tree.map(
         lambda w: w.replace(b=jax.random.normal(KEY, w.b.shape) / 8) if isinstance(w, LoraArray) else w,
@@ -38,7 +38,7 @@ def adapted_weights(layout: Layout) -> dict[str, LoraArray]:
     return adapted(weights(layout))
 
 
-# Where an adapter has a rule, or its components cross the border of a program. Each format has its turn.
+# Features for which adapters have a rule, or whose components enter or leave an inner program. Formats alternate.
 FEATURES = """
     matmul_left matmul_right einsum_weight_first einsum_heads einsum_batched einsum_batch_in_the_middle
     tensordot_two_axes preferred_element_type tied_head embedding_out_of_bounds columns_by_index slices dynamic_slices
@@ -93,7 +93,7 @@ def test_the_dtype_is_that_of_the_base(dtype: Any) -> None:
     assert_close(x @ w, x @ w.materialize(), 2e-2)
     want = w.replace(base=w.base.astype(jnp.float32))
     assert_close(w.astype(jnp.float32), want)
-    assert_close(w, want.materialize().astype(dtype), 0)  # rounded once
+    assert_close(w, want.materialize().astype(dtype), 0)  # rounded only once
 
 
 # --- which axes are inputs
@@ -102,7 +102,7 @@ def test_the_dtype_is_that_of_the_base(dtype: Any) -> None:
 def test_the_axes_of_a_stack_and_of_heads_follow_the_program() -> None:
     shapes = {"stack": (LAYERS, K, N), "q": (K, 4, 32), "o": (4, 32, K), "weight": (N, K), "qkv": (LAYERS, K, 3, 4, 16)}
     params = {name: jax.random.normal(KEY, shape) for name, shape in shapes.items()}
-    params["position"] = jnp.ones((ROWS, 128))  # added, so that no adapter is of use
+    params["position"] = jnp.ones((ROWS, 128))  # it is added, so an adapter has no effect
 
     def fn(p: Any, x: jax.Array) -> Any:
         heads = jnp.einsum("bd,dhk->bhk", x, p["q"])
@@ -126,7 +126,7 @@ def test_the_axes_of_a_stack_and_of_heads_follow_the_program() -> None:
         if quantized:
             assert dense_weights(traced.jaxpr, p) == []
             assert_close(traced.lower().compile()(p, x), jax.jit(fn)(lowbit.materialize(p), x))
-    # Without a program a quantized array knows its axis, and of others the last two are the matrix.
+    # Without a program, a quantized array has the axis of its scales; other arrays contract axis -2.
     q = lowbit.quantize(params["q"], lowbit.QuantizationConfig("int8", axis=-3))
     assert lowbit.lora({"q": q}, "q", key=KEY)["q"].a.shape == (K, 8)
     assert lowbit.lora(params, "stack", key=KEY)["stack"].a.shape == (LAYERS, K, 8)
@@ -168,11 +168,11 @@ def test_only_the_adapters_have_gradients_and_no_base_is_built() -> None:
     value, grads = compiled(trainable, frozen, x)
     assert [g.shape for g in jax.tree.leaves(grads)] == [w.shape for w in jax.tree.leaves(trainable)]
     assert grads["norm"] is None and grads["up"].base is None
-    # Lists, since a gradient of an adapter is no array that could be made dense.
+    # Lists, since the gradient of an adapter cannot be made dense.
     want_value, want = wanted(*lowbit.partition(dense), x)
     assert_close([value, *jax.tree.leaves(grads)], [want_value, *jax.tree.leaves(want)], 1e-4)
     assert dense_weights(traced.jaxpr, params) == []
-    # Two products of each layer going forth, one to do again and two for the gradient going back.
+    # Two products of each layer in the forward pass, one recomputed and two for gradients in the backward pass.
     assert [e.primitive.name for e in equations(traced.jaxpr.jaxpr)].count("lowbit_matmul") == 5
     # Each step of the loop makes the gradient of its own layer only.
     for eqn in equations(traced.jaxpr.jaxpr):
@@ -187,14 +187,14 @@ def test_only_the_adapters_have_gradients_and_no_base_is_built() -> None:
 def test_slicing_layers_and_rows_outside_implicit() -> None:
     x, p = activations(), adapted_weights(layouts()[0])
     square = p["square"]
-    got = jax.vmap(lambda w: x @ w)(p["stack"])  # JAX takes the layers of every component
+    got = jax.vmap(lambda w: x @ w)(p["stack"])  # JAX slices every component
     assert_close(got, x @ p["stack"].materialize())
     rows = implicit(lambda w: lax.scan(lambda c, row: (c, row * 2), 0.0, w)[1])
     with lowbit.materialization("allow"):
         assert_close(rows(square), square.materialize() * 2)
 
 
-# --- what is trained
+# --- trainable leaves
 
 
 def test_partition_takes_the_adapters_alone() -> None:
@@ -254,7 +254,7 @@ def test_patterns_choose_the_leaves() -> None:
     with pytest.raises(ValueError, match="up has an adapter already: merge it first"):
         lowbit.lora(once, "up", key=KEY)
     assert lowbit.quantize_tree(once, "int8")[1]["up"].why == "it has an adapter"
-    # The numbers of a leaf do not depend on the others.
+    # The random numbers of a leaf do not depend on other leaves.
     np.testing.assert_array_equal(once["up"].a, lowbit.lora({"up": params["up"]}, "*", key=KEY)["up"].a)
     assert np.any(once["up"].a[:K] != lowbit.lora(params, "*", key=KEY)["attn"]["q"].a)
     with pytest.raises(ValueError, match=r"base of shape \(64, 96\) .* \(64, 2\) and \(3, 96\)"):

@@ -84,14 +84,14 @@ def test_transpose_moves_no_byte() -> None:
     assert q.transpose().codes is q.codes
 
 
-def test_what_goes_dense_asks_the_policy() -> None:
+def test_going_dense_follows_the_policy() -> None:
     q = lowbit.quantize(jnp.ones((64, 96)))
     for go_dense in (lambda: q.sum(), lambda: q.at[0].set(1.0), lambda: q.tolist(), lambda: q.clip(0, 1)):
         with lowbit.materialization("error"), pytest.raises(TypeError, match="made dense"):
             go_dense()
 
 
-def test_what_is_on_the_host() -> None:
+def test_host_methods_give_what_they_give_on_the_dense_array() -> None:
     q = lowbit.Array8B(jnp.arange(6.0).reshape(2, 3))
     dense = q.materialize()
     assert q.itemsize == 4 and q.astype(jnp.bfloat16).itemsize == 2
@@ -111,8 +111,8 @@ def test_what_is_on_the_host() -> None:
 
 
 def test_one_compilation_serves_all_indices_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = lowbit.Array8B(jnp.ones((8, 16)), block_size=16)
-    row = lowbit.Array8B(jnp.ones((1, 16)), block_size=16)[0]
+    q = lowbit.Array8B(jnp.ones((8, 16)), axis=-1, block_size=16)
+    row = lowbit.Array8B(jnp.ones((1, 16)), axis=-1, block_size=16)[0]
     _ = q.at[0].set(row)
     traced = Mock(wraps=_interpret.run)
     monkeypatch.setattr(_interpret, "run", traced)
@@ -186,7 +186,7 @@ ROWS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-# Scales along the last axis, or along that of the heads, which is another one in a row and may not be indexed.
+# Scales along the last axis, or along the heads; that axis has another number in a row, and must not be indexed.
 AXES = {what: {-1: -1, 1: at} for what, at in (("a position", 1), ("a sequence", 0), ("two positions", 1))}
 AXES |= {"positions by number": {-1: -1, 1: 1}, "a position each": {-1: -1, 1: 1}}
 AXES |= {"a head": {-1: -1}, "a position of a head": {-1: -1}}
@@ -212,22 +212,22 @@ def test_writing_rows_into_a_cache_keeps_every_bit(what: str, format: str, axis:
 
 
 def test_a_cache_is_filled_in_a_loop() -> None:
-    cache = lowbit.Array8B(jnp.zeros(SHAPE))
+    cache = lowbit.Array8B(jnp.zeros(SHAPE), axis=-1)
     rows = jax.random.normal(jax.random.key(0), (10, 2, 3, 32))
 
     def fill(cache, rows):
         def step(i, cache):
-            return cache.at[:, :, i].set(lowbit.Array8B(rows[i]))
+            return cache.at[:, :, i].set(lowbit.Array8B(rows[i], axis=-1))
 
         return lax.fori_loop(0, 10, step, cache)
 
     with lowbit.materialization("error"):
         got = jax.jit(fill)(cache, rows)
-    assert_close(got, lowbit.Array8B(jnp.moveaxis(rows, 0, 2)), 1e-6)
+    assert_close(got, lowbit.Array8B(jnp.moveaxis(rows, 0, 2), axis=-1), 1e-6)
 
 
 def test_positions_out_of_bounds_are_dropped_as_in_a_dense_cache() -> None:
-    cache, row = lowbit.Array8B(jnp.ones(SHAPE)), lowbit.Array8B(jnp.full((2, 3, 32), 5.0))
+    cache, row = (lowbit.Array8B(array, axis=-1) for array in (jnp.ones(SHAPE), jnp.full((2, 3, 32), 5.0)))
     for i, mode in ((10, None), (-11, None), (-1, None), (10, "clip"), (10, "drop")):
         with lowbit.materialization("error"):
             got = cache.at[:, :, i].set(row, mode=mode)
@@ -235,7 +235,7 @@ def test_positions_out_of_bounds_are_dropped_as_in_a_dense_cache() -> None:
 
 
 def test_mapped_writes_keep_every_bit() -> None:
-    cache, rows = lowbit.Array8B(jnp.ones(SHAPE)), lowbit.Array8B(jnp.full((2, 3, 32), 5.0))
+    cache, rows = (lowbit.Array8B(array, axis=-1) for array in (jnp.ones(SHAPE), jnp.full((2, 3, 32), 5.0)))
     write = jax.vmap(lambda cache, row, i: cache.at[:, i].set(row))
     at = jnp.array([4, 9])
     with lowbit.materialization("error"):
@@ -243,7 +243,7 @@ def test_mapped_writes_keep_every_bit() -> None:
             assert_close(got, write(cache.materialize(), rows.materialize(), at), 0)
 
 
-def test_what_would_mix_scales_goes_dense() -> None:
+def test_writes_that_would_mix_scales_go_dense() -> None:
     cache = lowbit.Array8B(jnp.ones((4, 8, 16)), axis=-2)  # one scale for the whole of axis -2
     row = lowbit.Array8B(jnp.ones((4, 16)), axis=-1)
     with lowbit.materialization("error"), pytest.raises(TypeError, match="scatter has no rule"):

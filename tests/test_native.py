@@ -1,4 +1,4 @@
-"""The native library's targets, called raw, against float64: every instruction set that this machine has."""
+"""The targets of the native library, called directly, against float64, for every instruction set of this machine."""
 
 import ctypes
 import functools
@@ -58,7 +58,7 @@ def stored_length(length, span):
 
 
 def spread(values, spans, shape):
-    """Each stored value for all elements it covers."""
+    """Repeat each stored value for all elements that it covers."""
     for axis, (span, length) in enumerate(zip(spans, shape, strict=True), start=1):
         values = np.repeat(values, span or max(length, 1), axis)
         values = values[:, :length] if axis == 1 else values[:, :, :length]
@@ -254,7 +254,7 @@ def test_wrong_operands_get_an_error(target):
 
 
 def in_int8(x, block):
-    """x in float64, each block of each row rounded to 127 steps up and down."""
+    """x in float64, with each block of each row rounded to 8 bits."""
     rounded = np.zeros(x.shape)
     for begin in range(0, x.shape[-1], block):
         component = x[..., begin : begin + block]
@@ -317,7 +317,7 @@ def test_fast_matmul_is_exact_where_scales_vary_in_its_sum(target):
         np.testing.assert_array_equal(fast, exact)
 
 
-def test_fast_matmul_of_rows_that_are_not_numbers(target):
+def test_fast_matmul_of_rows_with_nan_or_infinity_is_nan(target):
     x = np.random.default_rng(1).standard_normal((1, 8, 256)).astype(np.float32)
     x[0, 1, 7], x[0, 3, 255], x[0, 4, 100] = np.nan, np.inf, -np.inf
     x[0, 5] = 0
@@ -329,7 +329,7 @@ def test_fast_matmul_of_rows_that_are_not_numbers(target):
         assert not np.isnan(y[[0, 2, 5, 6, 7]]).any() and (y[5:7] == 0).all()
 
 
-# ---- Rows by their numbers
+# ---- Take
 
 
 def take(target, ids, stored, dtype=jnp.float32):
@@ -352,7 +352,7 @@ def test_take(target):
     np.testing.assert_allclose(take(target, many, stored), stored.values[0][many], rtol=1e-6)
 
 
-# ---- What was lost
+# ---- Squares of the error
 
 
 def squares(target, x, stored, **changes):
@@ -379,7 +379,7 @@ def test_squares(target):
         assert lost.shape == size.shape == shape[:2] and (np.asarray(lost) == 0).all()
 
 
-def test_squares_of_what_is_no_number(target):
+def test_squares_of_a_row_with_nan_are_nan(target):
     x = np.ones((1, 3, 40), np.float32)
     x[0, 1, 39] = np.nan
     lost, size = squares(target, x, Stored("int8", 1, 3, 40, 1, 0))
@@ -408,7 +408,7 @@ def test_encode_gives_the_bits_of_the_format(target):
         [(2, 131, 77), (1, 64, 520)], [(64, 1), (1, 64), (0, 1), (1, 0), (16, 16), (1, 5)]
     ):
         x = rng.standard_normal(shape).astype(np.float32)
-        # Zeros, numbers below and near the smallest normal one, numbers near the largest, and what is no number.
+        # Zeros, subnormal numbers and their neighbours, numbers near the largest, NaN and infinity.
         x[0, 2] = x[0, :, 11] = 0
         x[0, 3] *= 1e-38
         x[0, :, 12] *= 3e-39

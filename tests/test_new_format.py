@@ -1,4 +1,4 @@
-"""The example's format, from outside the package, passes the tests of those inside."""
+"""The user-defined format of the example passes the tests of the built-in formats."""
 
 import dataclasses
 import importlib.util
@@ -62,7 +62,7 @@ def test_odd_shapes(six_bits: Layout) -> None:
 
 @formats.stored
 class Shifted8B(lowbit.Array8B):
-    """int8 with other levels, by a class that inherits all else."""
+    """int8 with other levels; everything else is inherited."""
 
     def levels(self, *codes):
         return codes[0].astype(jnp.float32) + 0.5
@@ -81,12 +81,12 @@ class Doubled:
 
 @formats.stored
 class Mixed8B(Doubled, lowbit.Array8B):
-    """Levels from a class that is no format."""
+    """Levels from a mixin class."""
 
 
 @formats.stored
 class Known8B(Shifted8B):
-    """With a decoder of its own, which the class answers for."""
+    """A subclass that declares its own decoder."""
 
     decoder: ClassVar = "int8"
     int8_multiplier: ClassVar = 1
@@ -101,7 +101,7 @@ def test_levels_of_a_subclass_are_what_products_and_lookups_use(cls: type) -> No
     q = cls.quantize(w, axis=-2)
     assert q.decoder is None and q.int8_multiplier is None
     dense = q.materialize()
-    assert float(jnp.abs(dense - w).max()) > 1e-3  # other levels indeed
+    assert float(jnp.abs(dense - w).max()) > 1e-3  # the levels differ
     assert_close(x @ q, x @ dense)
     assert_close(q.T @ x.T, dense.T @ x.T)
     with lowbit.compute("fast"):
@@ -115,12 +115,12 @@ def test_a_subclass_keeps_the_decoder_that_fits_its_levels() -> None:
 
     @formats.stored
     class Renamed(lowbit.ArrayNF4):
-        """All as before."""
+        """A subclass that changes nothing."""
 
     assert Renamed.quantize(w).decoder == "nf4" and Renamed.int8_multiplier == 127
 
 
-def test_a_name_is_taken_once(example, monkeypatch) -> None:
+def test_registering_another_format_under_a_known_name_raises(example, monkeypatch) -> None:
     table = dict(lowbit.FORMATS)
     monkeypatch.setattr(lowbit.formats.table, "FORMATS", table)
     assert lowbit.register_format(example.INT6) is lowbit.register_format(example.INT6)
@@ -133,7 +133,7 @@ def test_a_name_is_taken_once(example, monkeypatch) -> None:
     assert lowbit.register_format(other, replace=True) is table["int6"]
 
 
-def test_a_file_with_arrays_of_a_class_of_your_own_is_kept(example, tmp_path) -> None:
+def test_a_file_with_arrays_of_a_user_defined_class_is_kept(example, tmp_path) -> None:
     w = jax.random.normal(jax.random.key(0), (64, 64))
     q = example.Array6B.quantize(w)
     lowbit.save(tmp_path / "six.safetensors", {"up": {"weight": q}, "down": {"weight": w}})
@@ -142,7 +142,7 @@ def test_a_file_with_arrays_of_a_class_of_your_own_is_kept(example, tmp_path) ->
     report = convert(source, tmp_path / "out.safetensors", rules="int8")
     assert {row.path: row.format for row in report} == {"down/weight": "int8", "up/weight": None}
     assert_same_bits(lowbit.load(tmp_path / "out.safetensors")["up/weight"], q)
-    # The same in memory.
+    # The same for a tree in memory.
     tree, report = lowbit.quantize_tree(lowbit.load(tmp_path / "six.safetensors"), "int8")
     assert {row.path: row.format for row in report} == {"down/weight": "int8", "up/weight": None}
     assert_same_bits(tree["up"]["weight"], q)

@@ -165,7 +165,7 @@ def test_integer_index_compiles_once(traced: Mock) -> None:
     for i in range(5):
         _ = q[i]
     _ = q[2:], q[2:]
-    assert traced.call_count - before == 1  # the one new slice
+    assert traced.call_count - before == 1  # for the one new slice
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a user meets first: the exports, the README, the rooms of the code."""
+"""The package: its exports, the code in README and docs, and which subpackage may import what."""
 
 import ast
 import doctest
@@ -80,14 +80,14 @@ def docstrings_of_variables() -> list[tuple[Path, str]]:
 
 
 def test_the_examples_below_variables_run() -> None:
-    """Those that doctest itself does not find."""
+    """Docstrings that doctest does not find."""
     assert docstrings_of_variables()
     for path, text in docstrings_of_variables():
         example = doctest.DocTestParser().get_doctest(text, {}, text.splitlines()[0], str(path), None)
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0, text
 
 
-def test_each_room_knows_what_it_may() -> None:
+def test_each_subpackage_uses_only_what_it_may() -> None:
     formats = re.compile(r"nf4|int8|onebit|ternary|binary", re.IGNORECASE)
     for room in ("rules", "ops", "runtime"):
         for path in (PACKAGE / room).rglob("*.py"):
@@ -96,7 +96,7 @@ def test_each_room_knows_what_it_may() -> None:
         assert "lowbit.formats" not in path.read_text() and "from .." not in path.read_text()
 
 
-def test_the_top_level_holds_rooms_and_the_one_entrance() -> None:
+def test_the_top_level_holds_subpackages_and_one_entry_point() -> None:
     assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == {
         "__init__.py",
         "__main__.py",

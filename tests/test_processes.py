@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from files_helpers import GOLDEN, module, reads, signed, split
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from process import COLUMNS, ROWS, K, N, loaded, weight
-from test_files import GOLDEN, module, reads, signed, split
 from typer.testing import CliRunner
 
 import lowbit
@@ -27,11 +27,11 @@ from lowbit.io import LowbitFile, open_tensors
 from lowbit.io.readers import is_lowbit_file
 
 TESTS = Path(__file__).parent
-TIMEOUT = 120  # seconds, for a hang to become a failure
+TIMEOUT = 120  # seconds, so that a hang becomes a failure
 
 
 def started(task: str, folder: Path, devices: int) -> list[Any]:
-    """Run two processes with so many devices each, and have what they found."""
+    """Run two processes with this many devices each; returns their results."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -56,14 +56,14 @@ def started(task: str, folder: Path, devices: int) -> list[Any]:
 
 
 def damaged(path: Path, process: int) -> bytes:
-    """A file of one matrix, without the rows that are for the other process."""
+    """A file of one matrix, with zeros for the rows of the other process."""
     header, data = split(path)
     half = len(data) // 2
     data = data[:half] + bytes(half) if process == 0 else bytes(half) + data[half:]
     return signed(header, data)
 
 
-# One test, since what it looks at takes so long to make.
+# One test, since starting the processes takes long.
 def test_two_processes_load_run_and_save_a_model_that_any_number_restores(tmp_path):
     lowbit.save(tmp_path / "dense.safetensors", {"w": weight()})
     for process in range(2):
@@ -72,11 +72,11 @@ def test_two_processes_load_run_and_save_a_model_that_any_number_restores(tmp_pa
     for process in range(2):
         the_failure_of_one_is_an_error_in_all(tmp_path, process, *failures[process])
     want = pickle.loads((tmp_path / "want.pickle").read_bytes())
-    each_process_wrote_its_own_pieces_once(tmp_path, want)
+    each_process_wrote_its_own_shards_once(tmp_path, want)
     the_index_is_read_like_a_file(tmp_path / "model.safetensors", want)
     for devices in (1, 4, 8):
         one_process_restores_it(tmp_path / "model.safetensors", want, devices)
-    two_processes_restore_it_laid_out_otherwise(tmp_path, want)
+    two_processes_restore_it_with_other_shardings(tmp_path, want)
 
 
 def assert_restored(got: Any, want: Any) -> None:
@@ -96,20 +96,20 @@ def the_failure_of_one_is_an_error_in_all(
     assert ("OSError", "TypeError")[process] in wrong and "'w' is a bytes; leaves are arrays" in wrong
 
 
-def each_process_wrote_its_own_pieces_once(folder: Path, want: Any) -> None:
-    parts = sorted(folder.glob("model-*.safetensors"))  # those of the save before it are gone
-    assert [re.sub("[0-9a-f]{16}", "id", part.name) for part in parts] == [
+def each_process_wrote_its_own_shards_once(folder: Path, want: Any) -> None:
+    files = sorted(folder.glob("model-*.safetensors"))  # the files of the previous save are gone
+    assert [re.sub("[0-9a-f]{16}", "id", file.name) for file in files] == [
         f"model-id-0000{i}-of-00002.safetensors" for i in (1, 2)
     ]
-    first, second = (lowbit.load(part) for part in parts)
+    first, second = (lowbit.load(file) for file in files)
     squares = {name for name in second if name.startswith("squares")}
     assert squares == {f"squares@{i},{j}" for i in (0, 256) for j in (256, 384)}
     for name in ("replicated@0", "number@", "host@0", "columns/int8/scales@0,0", "none@0,0"):
         assert name in first and name not in second
-    # Of what is cut over the devices, each process has four pieces of eight.
+    # Of each sharded array, each process has four of the eight shards.
     for name in ("columns/nf4/codes", "columns/nf4/scales", "rows/nf4/scales", "tuple/0"):
-        assert [len([piece for piece in part if piece.startswith(f"{name}@")]) for part in (first, second)] == [4, 4]
-    stored = sum(array.nbytes for part in (first, second) for array in part.values())
+        assert [len([shard for shard in file if shard.startswith(f"{name}@")]) for file in (first, second)] == [4, 4]
+    stored = sum(array.nbytes for file in (first, second) for array in file.values())
     assert stored == sum(array.nbytes for array in jax.tree.leaves(want) if hasattr(array, "nbytes"))
 
 
@@ -138,7 +138,7 @@ def one_process_restores_it(path: Path, want: Any, devices: int) -> None:
     assert_restored(lowbit.load(path), want)
 
 
-def two_processes_restore_it_laid_out_otherwise(folder: Path, want: Any) -> None:
+def two_processes_restore_it_with_other_shardings(folder: Path, want: Any) -> None:
     names = started("restart", folder, 2)[0]
     assert [re.sub("[0-9a-f]{16}", "id", name) for name in names] == [
         "again-id-00001-of-00002.safetensors",
@@ -148,7 +148,7 @@ def two_processes_restore_it_laid_out_otherwise(folder: Path, want: Any) -> None
     assert_restored(lowbit.load(folder / "again.safetensors"), want)
 
 
-# --- a small checkpoint that two processes wrote once
+# --- the stored checkpoint, which two processes wrote
 
 MADE = module(GOLDEN / "make_version2.py")
 
@@ -163,13 +163,13 @@ def test_the_index_of_version_2_is_read_as_it_was_written():
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    """The checkpoint in a directory of its own."""
+    """A copy of the checkpoint."""
     for file in MADE.OUT.parent.iterdir():
         shutil.copy(file, tmp_path)
     return tmp_path / MADE.OUT.name
 
 
-def test_a_file_in_the_place_of_an_index_takes_its_parts_away_and_nothing_else(path, tmp_path):
+def test_a_file_that_replaces_an_index_removes_its_shard_files_and_nothing_else(path, tmp_path):
     other = tmp_path / "version2-0123456789abcdef-00001-of-00002.safetensors"
     other.write_bytes(b"something else")
     tree = lowbit.load(path)
@@ -178,22 +178,22 @@ def test_a_file_in_the_place_of_an_index_takes_its_parts_away_and_nothing_else(p
     assert_restored(lowbit.load(path), MADE.contents())
 
 
-def test_what_one_process_reads_whole_is_checked(path, tmp_path):
-    part = max(tmp_path.glob("version2-*"))
-    header, data = split(part)
+def test_shards_that_one_process_reads_whole_are_checked(path, tmp_path):
+    file = max(tmp_path.glob("version2-*"))
+    header, data = split(file)
     start = json.loads(header)["w@7,0"]["data_offsets"][0]
-    part.write_bytes(signed(header, data[:start] + b"\xff" + data[start + 1 :]))
+    file.write_bytes(signed(header, data[:start] + b"\xff" + data[start + 1 :]))
     for devices in (1, 2, 8):
         mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
         w = jax.ShapeDtypeStruct((8, 4), np.int16, sharding=NamedSharding(mesh, P("x")))
-        with pytest.raises(ValueError, match=rf"{part.name}: tensor 'w@7,0' is damaged: .* its checksum"):
+        with pytest.raises(ValueError, match=rf"{file.name}: tensor 'w@7,0' is damaged: .* its checksum"):
             lowbit.load(path, {**MADE.contents(), "w": w})
 
 
-# --- indexes that lie
+# --- inconsistent indexes
 
 
-def piece(number: int, value: Any) -> Callable[[Any], None]:
+def shard(number: int, value: Any) -> Callable[[Any], None]:
     def edit(texts: Any) -> None:
         texts["lowbit.pieces"]["w"]["pieces"][number] = value
 
@@ -205,7 +205,7 @@ def entry(name: str, **changes: Any) -> Callable[[Any], None]:
 
 
 def named(name: str) -> Callable[[Any], None]:
-    """The second file by another name."""
+    """Give the second file another name."""
 
     def edit(texts: Any) -> None:
         first, second = texts["lowbit.files"]
@@ -214,32 +214,32 @@ def named(name: str) -> Callable[[Any], None]:
     return edit
 
 
-def only(*pieces: Any) -> Callable[[Any], None]:
-    return entry("w", pieces=list(pieces))
+def only(*shards: Any) -> Callable[[Any], None]:
+    return entry("w", pieces=list(shards))
 
 
 ALL = [[i // 4, [i, 0]] for i in range(8)]
 HEX = "0123456789abcdef"
 W = "tensor 'w' has "
 LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "file number": (piece(7, [2, [7, 0]]), W + r"the shard \[2, \[7, 0\]\]"),
-    "negative file": (piece(7, [-1, [7, 0]]), W + "the shard"),
-    "true file": (piece(7, [True, [7, 0]]), W + "the shard"),
-    "wrong file": (piece(7, [0, [7, 0]]), W + r"a shard at \(7, 0\) that differs .* 'version2-.*-00001-of"),
-    "outside": (piece(7, [1, [8, 0]]), W + "the shard"),
-    "before": (piece(0, [0, [-1, 0]]), W + "the shard"),
-    "huge": (piece(7, [1, [1 << 70, 0]]), W + "the shard"),
-    "fraction": (piece(7, [1, [7.0, 0]]), W + "the shard"),
-    "axes": (piece(7, [1, [7]]), W + "the shard"),
-    "more axes": (piece(7, [1, [7, 0, 0]]), W + "the shard"),
-    "no list": (piece(7, "x"), W + "the shard 'x'"),
-    "twice": (piece(7, [1, [6, 0]]), W + "shards that overlap or leave gaps"),
+    "file number": (shard(7, [2, [7, 0]]), W + r"the shard \[2, \[7, 0\]\]"),
+    "negative file": (shard(7, [-1, [7, 0]]), W + "the shard"),
+    "true file": (shard(7, [True, [7, 0]]), W + "the shard"),
+    "wrong file": (shard(7, [0, [7, 0]]), W + r"a shard at \(7, 0\) that differs .* 'version2-.*-00001-of"),
+    "outside": (shard(7, [1, [8, 0]]), W + "the shard"),
+    "before": (shard(0, [0, [-1, 0]]), W + "the shard"),
+    "huge": (shard(7, [1, [1 << 70, 0]]), W + "the shard"),
+    "fraction": (shard(7, [1, [7.0, 0]]), W + "the shard"),
+    "axes": (shard(7, [1, [7]]), W + "the shard"),
+    "more axes": (shard(7, [1, [7, 0, 0]]), W + "the shard"),
+    "no list": (shard(7, "x"), W + "the shard 'x'"),
+    "duplicate": (shard(7, [1, [6, 0]]), W + "shards that overlap or leave gaps"),
     "more than once": (only(*ALL, ALL[0]), W + "shards that overlap"),
     "first missing": (only(*ALL[1:]), W + "shards that overlap or leave gaps"),
     "middle missing": (only(*ALL[:3], *ALL[4:]), W + r"a shard at \(2, 0\) that differs"),
     "last missing": (only(*ALL[:7]), W + r"a shard at \(6, 0\) that differs"),
     "none": (only(), W + "shards that overlap or leave gaps"),
-    "no grid": (piece(7, [1, [7, 1]]), W + "shards that overlap or leave gaps"),
+    "no grid": (shard(7, [1, [7, 1]]), W + "shards that overlap or leave gaps"),
     "longer": (entry("w", shape=[9, 4]), W + r"a shard at \(7, 0\) that differs"),
     "wider": (entry("w", shape=[8, 5]), W + r"a shard at \(0, 0\) that differs"),
     "enormous": (entry("w", shape=[8, 1 << 60]), W + "the shape"),
@@ -287,7 +287,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def edited(path: Path, edit: Callable[[Any], Any], tensors: dict[str, Any] | None = None) -> None:
-    """Change the texts of an index, and sign it again."""
+    """Change the metadata of an index and update its checksum."""
     header = json.loads(split(path)[0])
     texts = {name: json.loads(text) for name, text in header["__metadata__"].items()}
     edit(texts)
@@ -295,13 +295,13 @@ def edited(path: Path, edit: Callable[[Any], Any], tensors: dict[str, Any] | Non
     path.write_bytes(signed(json.dumps({**header, **(tensors or {})}, separators=(",", ":")).encode(), b""))
 
 
-def test_an_index_that_does_not_lie_is_read(path):
+def test_a_consistent_index_is_read(path):
     edited(path, lambda texts: None)
     assert_restored(reads(path)[1], MADE.contents())
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_an_index_that_lies_is_one_error(case, path):
+def test_an_inconsistent_index_raises_one_error(case, path):
     edit, message = LIES[case]
     edited(path, edit)
     with pytest.raises(ValueError, match=f"(?s)version2.safetensors.*{message}") as error:
@@ -321,7 +321,7 @@ def test_an_index_that_names_itself_or_a_changed_file_is_refused(path, tmp_path)
         second.write_bytes(wrong)
         with pytest.raises(ValueError, match=message):
             lowbit.load(path)
-        assert lowbit.load_metadata(path) == MADE.METADATA  # for which no part is opened
+        assert lowbit.load_metadata(path) == MADE.METADATA  # which opens no shard file
     second.unlink()
     with pytest.raises(
         ValueError, match=rf"version2.safetensors: its shard file '{second.name}' cannot be read: .*No such file"

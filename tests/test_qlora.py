@@ -67,7 +67,7 @@ def test_the_example_learns_a_new_kind_of_text(trained: Any) -> None:
 
 
 def test_a_step_of_the_example(trained: Any, tmp_path: Path) -> None:
-    """Its memory, its gradients, and the same bits after it was stopped."""
+    """Its memory, its gradients, and the same bits after a resume."""
     params = trained[0]
     trainable, frozen = lowbit.partition(params)
     state = OPTIMIZER.init(trainable)
@@ -85,7 +85,7 @@ def test_a_step_of_the_example(trained: Any, tmp_path: Path) -> None:
     assert stored.temp_size_in_bytes <= dense.temp_size_in_bytes + 1_000_000
 
     def step(program: Any, p: Any, trainable: Any, state: Any) -> Any:
-        trainable, state = jax.tree.map(jnp.copy, (trainable, state))  # the step takes them for itself
+        trainable, state = jax.tree.map(jnp.copy, (trainable, state))  # the step donates its arguments
         return program(trainable, lowbit.partition(p)[1], state, TOKENS)
 
     # Adam's first mean is a tenth of the first gradient.
@@ -123,7 +123,7 @@ def test_the_table_of_memory_is_as_measured() -> None:
 
 
 def check(model: Any, call: Callable[[Any, jax.Array], jax.Array], fn: Any) -> None:
-    """One step over NF4, against the same over its dense weights; nothing but the adapters moves."""
+    """One step over NF4 equals that over its dense weights, and changes the adapters only."""
     x = activations()
     model, report = lowbit.quantize_tree(model, lowbit.QuantizationConfig("nf4", double_quant=True), fn=fn, args=(x,))
     assert len(report.quantized) == 2
@@ -212,7 +212,7 @@ def test_masks_and_filters_agree_with_partition() -> None:
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (by_filter, (trainable, frozen))), strict=True))
     masked = optax.masked(OPTIMIZER, mask)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = masked.update(zeros, masked.init(params), params)  # weight decay moves all that it may
+    updates, _ = masked.update(zeros, masked.init(params), params)  # weight decay changes every trainable leaf
     after = optax.apply_updates(params, updates)
     moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), after, params)
     assert moved["norm"] is False and moved["dense"].base is False and not any(jax.tree.leaves(moved["w"].base))

@@ -1,4 +1,4 @@
-"""One contract for all readers, `lowbit.load` of every kind of file, and what the rooms of files may use."""
+"""One contract for all readers, `lowbit.load` of every kind of file, and which modules of io may import what."""
 
 import ast
 import inspect
@@ -138,7 +138,7 @@ def test_a_model_of_another_method_is_refused(tmp_path: Path) -> None:
             work(path)
 
 
-def test_a_view_knows_its_file_and_its_offset(tmp_path: Path) -> None:
+def test_located_finds_the_file_and_offset_of_a_view(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(range(64)))
     data = mapped(tmp_path / "a")
     assert located(data[8:24].view("<u4").reshape(2, 2)) == (tmp_path / "a", 8)

@@ -31,7 +31,7 @@ OUTSIDE = re.compile(r"http|src\s*=|href|url\(|@import|fetch\s*\(|XMLHttpRequest
 
 
 class Scripts(HTMLParser):
-    """What a browser takes for scripts."""
+    """The scripts and tags of a page."""
 
     def __init__(self, page: str):
         super().__init__(convert_charrefs=False)
@@ -51,7 +51,7 @@ class Scripts(HTMLParser):
 
 def data(page: str) -> Any:
     numbers, script = Scripts(page).found
-    assert script == Scripts(lowbit.Report(()).to_html()).found[1]  # no name became a part of it
+    assert script == Scripts(lowbit.Report(()).to_html()).found[1]  # no name was inserted into it
     return json.loads(numbers)
 
 
@@ -123,8 +123,8 @@ def test_two_files_make_a_report(files: tuple[Path, Path]) -> None:
     report = compare(*files, histograms=3)
     known = {row.path: (row.dtype, row.format, row.axis, row.before, row.after, row.why) for row in report}
     assert known == {
-        "a": ("F32", "int8", -1, 8192, 2048 + 4 * 64, "was F32"),
-        "b": ("F32", "nf4", -1, 8192, 1024 + 4 * 64, "was F32"),
+        "a": ("F32", "int8", -2, 8192, 2048 + 4 * 32, "was F32"),
+        "b": ("F32", "nf4", -2, 8192, 1024 + 4 * 32, "was F32"),
         "c": ("F32", "F16", None, 8192, 4096, "was F32"),
         "norm": ("F32", None, None, 256, 256, "F32 in both"),
     }
@@ -161,7 +161,7 @@ def test_the_command_writes_the_page(files: tuple[Path, Path], tmp_path: Path) -
     assert "Example: lowbit report" in run("--help").output
 
 
-def test_errors_of_the_command_are_one_line(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_of_the_command_take_one_line(files: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = files
     page = tmp_path / "page.html"
     page.write_text("old")

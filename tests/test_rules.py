@@ -20,14 +20,14 @@ EXAMPLES = int(os.environ.get("LOWBIT_TEST_EXAMPLES", "10"))
 
 
 def codes_of(q: QuantizedArray) -> np.ndarray:
-    """The codes in the order of the array, one to an element."""
+    """The unpacked codes in the axis order of the array."""
     q = q.resolved()
     codes = unpack(q.codes, q.packing["codes"])[..., : q.stored_shape[-1]]
     return np.asarray(q.logical_view(codes))
 
 
 def assert_keeps_bits(fn, q: QuantizedArray, *others: QuantizedArray) -> None:
-    """`fn` gives a quantized array with the codes moved as `fn` moves elements, and the same values."""
+    """Assert that `fn` gives a quantized array whose codes are moved as `fn` moves elements."""
     with lowbit.materialization("error"):
         got = jax.jit(implicit(fn))(q, *others)
     arrays = [q, *others]
@@ -95,7 +95,7 @@ def test_odd_lengths_keep_every_bit(any_layout: Layout) -> None:
         assert_keeps_bits(lambda w: lax.slice(w, (0, 0), (33, 77), (3, 1)), q)
 
 
-def test_ten_moves_later_the_bits_are_those_of_the_first_encode(layout: Layout) -> None:
+def test_ten_structural_operations_keep_the_bits_of_the_first_encode(layout: Layout) -> None:
     q = layout.quantize(jax.random.normal(jax.random.key(0), (128, 128)))
     again = q
     for _ in range(5):
@@ -109,7 +109,7 @@ def test_ten_moves_later_the_bits_are_those_of_the_first_encode(layout: Layout) 
             halves = implicit(lambda w: [w[:64], w[64:]])(again) if q.axis == -1 else None
             columns = implicit(lambda w: [w[:, :64], w[:, 64:]])(again) if q.axis == -2 else None
             axis = 0 if halves else 1
-            again = implicit(lambda *parts, axis=axis: jnp.concatenate(parts, axis))(*(halves or columns))
+            again = implicit(lambda *arrays, axis=axis: jnp.concatenate(arrays, axis))(*(halves or columns))
     np.testing.assert_array_equal(codes_of(again), codes_of(q))
     np.testing.assert_array_equal(again.scale, q.scale)
 
@@ -219,7 +219,7 @@ def test_corners_of_shapes(layout: Layout) -> None:
     assert q.reshape(np.int64(300)).shape == (300,)
 
 
-# --- all others, mixed with every kind of operand
+# --- other primitives, with every kind of operand
 
 UNARY = {
     "convert_element_type": lambda w: (w.astype(jnp.bfloat16), w.astype(jnp.int8)),
@@ -319,8 +319,8 @@ def test_any_contraction_equals_the_reference(dims, format, axis, block, dtype, 
 
     with lowbit.materialization("allow"):
         got = implicit(product)(x, q)
-    # The promise: decode, multiply and sum in float32, round once. The order of a sum is free, and what cancels out
-    # leaves the rounding of what was added.
+    # Decode, multiply and sum in float32, then round once. The order of the sum is not fixed, so the tolerance is
+    # relative to the sum of magnitudes.
     x, w = x.astype(jnp.float32), q.astype(jnp.float32).materialize()
     want, added = product(x, w), product(abs(x), abs(w))
     assert got.dtype == dtype and got.shape == want.shape
@@ -330,7 +330,7 @@ def test_any_contraction_equals_the_reference(dims, format, axis, block, dtype, 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.data())
-def test_any_sequence_of_moves_keeps_values(data) -> None:
+def test_any_sequence_of_structural_operations_keeps_values(data) -> None:
     draw = data.draw
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 8, 31, 64]), min_size=1, max_size=3)))
     q = FORMATS[draw(st.sampled_from(sorted(FORMATS)))].quantize(

@@ -70,9 +70,9 @@ def test_quantizing_keeps_the_sharding(layout: Layout, mesh) -> None:
         assert not any("all-gather" in kind or f"{K},{N // 2}" in kind for kind in moved)
 
 
-def test_a_block_is_never_cut() -> None:
+def test_shards_smaller_than_a_block_raise() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    q = lowbit.quantize(jnp.ones((K, N)))
+    q = lowbit.quantize(jnp.ones((K, N)), axis=-1)
     message = r"Axis -1 of length 256 .* 8 devices of \('x',\): .* whole blocks of 64 elements. 4 devices would do."
     with pytest.raises(ValueError, match=message):
         q.with_sharding(NamedSharding(mesh, P(None, "x")))
@@ -87,20 +87,20 @@ def test_a_block_is_never_cut() -> None:
         implicit(lambda q: lax.with_sharding_constraint(q, columns))(q)
     with pytest.raises(ValueError, match=message):
         implicit(lambda q: jax.device_put(q, columns))(q)
-    # Nor when an array that lies so is quantized.
+    # Also when an array with this sharding is quantized.
     with pytest.raises(ValueError, match=message):
-        lowbit.quantize(jax.device_put(jnp.ones((K, N)), columns))
+        lowbit.quantize(jax.device_put(jnp.ones((K, N)), columns), axis=-1)
 
 
-def test_a_block_is_never_cut_by_a_shard_map_inside_of_implicit() -> None:
+def test_a_shard_map_inside_implicit_over_shards_smaller_than_a_block_raises() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    q, columns = lowbit.quantize(jnp.ones((K, N))), P(None, "x")
+    q, columns = lowbit.quantize(jnp.ones((K, N)), axis=-1), P(None, "x")
     message = r"Axis -1 of length 256 .* 8 devices of \('x',\): .* whole blocks of 64 elements. 4 devices would do."
     for w in (q, lowbit.LoraArray(q, jnp.ones((K, 2)), jnp.ones((2, N)))):
         product = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P(), columns), out_specs=columns)
         with pytest.raises(ValueError, match=message):
             implicit(product)(jnp.ones((2, K)), w)
-    # What comes out is a piece already, and may be as small as a block.
+    # An output is a shard already, and may be as small as a block.
     four = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     moved = implicit(jax.shard_map(lambda w: w.T, mesh=four, in_specs=columns, out_specs=P("x", None)))
     assert_close(moved(q), q.materialize().T, 0)
@@ -110,7 +110,7 @@ def test_a_block_is_never_cut_by_a_shard_map_inside_of_implicit() -> None:
 def test_a_packed_axis_of_few_bytes_over_devices(format: str, columns: int, mesh) -> None:
     x = jax.device_put(activations(), NamedSharding(mesh, P("x", None)))
     dense = jax.random.normal(jax.random.key(1), (K, columns))
-    # Blocks along the other axis, so that rows can be cut.
+    # Blocks along axis -2, so that the rows can be sharded.
     q = lowbit.FORMATS[format].quantize(dense, axis=-2, block_size=64)
     for w in (q.with_sharding(NamedSharding(mesh, P("x", None))), q.with_sharding(NamedSharding(mesh, P()))):
         assert_close(jax.jit(lambda x, w: x @ w)(x, w), activations() @ q.materialize())
@@ -133,7 +133,7 @@ def test_shardings_of_a_tree(layout: Layout) -> None:
         assert_same_bits(w, before)
         assert w.codes.addressable_shards[0].data.size == w.codes.size // 4
 
-    # A sharding for a subtree, types in the place of arrays, and both ends of jit.
+    # A sharding for a subtree, types instead of arrays, and both sides of jit.
     types = jax.eval_shape(lambda: params["mlp"][:1])
     components = lowbit.shardings(types, columns)
     (w,) = jax.jit(lambda ws: ws, in_shardings=(components,), out_shardings=components)(params["mlp"][:1])
@@ -150,13 +150,13 @@ def test_shardings_of_a_tree(layout: Layout) -> None:
 
 def test_shardings_name_what_is_wrong() -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    params = {"layers": {"o": lowbit.quantize(jnp.ones((64, 576)))}, "norm": jnp.ones(36)}
-    everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    params = {"layers": {"o": lowbit.quantize(jnp.ones((64, 576)), axis=-1)}, "norm": jnp.ones(36)}
+    everywhere, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
     wrong = r"^layers/o: Axis -1 of length 576 cannot be sharded over the 8 devices .* 3 devices would do.$"
     with pytest.raises(ValueError, match=wrong):
         lowbit.shardings(params, {"layers": NamedSharding(mesh, P(None, "x")), "norm": everywhere})
     with pytest.raises(ValueError, match=r"^norm: Axis -1 of length 36 .* 8 devices .* as many elements. 6 devices"):
-        lowbit.shardings(params, {"layers": everywhere, "norm": cut})
+        lowbit.shardings(params, {"layers": everywhere, "norm": sharded})
     with pytest.raises(ValueError, match=r"^norm: .*'x'.* has 2 entries, and the array of shape \(36,\) has 1 axes"):
         lowbit.shardings(params, {"layers": everywhere, "norm": NamedSharding(mesh, P(None, "x"))})
     with pytest.raises(ValueError, match=r"^norm: .* needs a mesh"):
@@ -165,8 +165,8 @@ def test_shardings_name_what_is_wrong() -> None:
         lowbit.shardings(params, {"layers": everywhere})
 
 
-def test_a_bare_sharding_meets_the_parts() -> None:
-    """Why `shardings` is there."""
+def test_a_bare_sharding_acts_on_the_components() -> None:
+    """`jax.device_put` applies a sharding to each component; `lowbit.shardings` gives one for each."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     q = lowbit.Array8B(jnp.ones((64, 32)), axis=-2)
     rows = NamedSharding(mesh, P("x", None))
@@ -185,7 +185,7 @@ def test_device_put_inside_of_implicit(layout: Layout, mesh) -> None:
     assert implicit(lambda q: jax.device_put(q, device))(weight(layout)).codes.devices() == {device}
 
 
-def test_pieces_of_scales_in_eight_bits(mesh) -> None:
+def test_scales_in_eight_bits_are_sharded_by_group_or_raise(mesh) -> None:
     q = lowbit.ArrayNF4.quantize(jax.random.normal(jax.random.key(0), (128, 512)), axis=-2, double_quant=True)
     options = {"mesh": mesh, "out_specs": P(None, "x")}
     columns = P(None, "x")
@@ -232,7 +232,7 @@ def test_shard_map_returning_a_quantized_array(layout: Layout, mesh) -> None:
     assert_close(got, q.materialize().T, 0)
 
 
-def test_pvary_acts_on_the_parts(layout: Layout, mesh) -> None:
+def test_pvary_acts_on_the_components(layout: Layout, mesh) -> None:
     q = weight(layout)
 
     def shard(x, w):
@@ -254,7 +254,7 @@ def test_in_and_out_shardings(layout: Layout, mesh) -> None:
     assert "all-gather" not in f.lower(x, q).compile().as_text()
 
 
-def test_inner_shardings_and_constraints_speak_of_the_logical_array(layout: Layout, mesh) -> None:
+def test_inner_shardings_and_constraints_refer_to_the_logical_array(layout: Layout, mesh) -> None:
     x, q = activations(), weight(layout)
     rows = NamedSharding(mesh, P("x", None))
 
@@ -271,7 +271,7 @@ def test_inner_shardings_and_constraints_speak_of_the_logical_array(layout: Layo
     assert w.codes.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "x")), 2)
 
 
-# --- what the compiled program moves
+# --- collectives of the compiled program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,17 +345,17 @@ def assert_moves_what_the_dense_program_does(
     assert collectives(text) == collectives(want.as_text())
     y = compiled(x, *weights)
     y_dense = want(x, *(jax.device_put(w.materialize(), w.sharding) for w in weights))
-    assert jax.typeof(y).sharding == jax.typeof(y_dense).sharding  # of the type, if the axes are explicit
+    assert jax.typeof(y).sharding == jax.typeof(y_dense).sharding  # in the type, if the axes are explicit
     assert_close(y, y_dense)
     assert "lowbit_matmul" in text or "lowbit_take" in text
     for w in weights:
-        # Neither the weight nor a device's piece of it is ever there as numbers.
-        piece = w.sharding.shard_shape(w.shape)
-        assert not re.search(rf"f32\[(\d+,)*({w.shape[-2]},{w.shape[-1]}|{piece[-2]},{piece[-1]})\]", text)
+        # The program builds neither the dense weight nor a dense shard of it.
+        shard = w.sharding.shard_shape(w.shape)
+        assert not re.search(rf"f32\[(\d+,)*({w.shape[-2]},{w.shape[-1]}|{shard[-2]},{shard[-1]})\]", text)
 
 
 def two_formats() -> list[Layout]:
-    """How an array is cut is a matter of spans and bytes: one without and one with blocks and packed codes."""
+    """A format without blocks, and one with blocks and packed codes: sharding depends on nothing else."""
     return [layout for layout in layouts() if layout.format in ("int8", "nf4")]
 
 
@@ -373,8 +373,8 @@ def test_scales_in_eight_bits_are_not_gathered(name: str) -> None:
     assert_moves_what_the_dense_program_does(PROGRAMS[name], quantize)
 
 
-def test_what_is_cut_over_the_devices_of_the_batch_is_gathered_as_stored(layout: Layout) -> None:
-    """Fully sharded training: each layer for itself, and never as numbers."""
+def test_weights_sharded_over_the_data_axis_are_gathered_as_stored(layout: Layout) -> None:
+    """Fully sharded training (FSDP): layers are gathered one at a time, as codes and scales."""
     program = Program(jax.grad(lambda *args: scanned(*args).sum()), ROWS, (((3, 256, 256), P(None, "data", None)),))
     x, w = program.operands(grid(), layout.quantize)
     compiled = jax.jit(implicit(program.run)).lower(x, w).compile()
@@ -385,7 +385,7 @@ def test_what_is_cut_over_the_devices_of_the_batch_is_gathered_as_stored(layout:
     assert_close(compiled(x, w), program.run(x, w.materialize()))
 
 
-def test_a_shard_map_over_some_axes_leaves_the_weight_where_it_is(layout: Layout) -> None:
+def test_a_shard_map_over_some_axes_does_not_move_the_weight(layout: Layout) -> None:
     x, w = PROGRAMS["column"].operands(grid(), layout.quantize)
     specs = (P("data", None), P())
     f = jax.shard_map(lambda x, w: x @ w, mesh=grid(), in_specs=specs, out_specs=P("data", None), axis_names={"data"})
@@ -453,10 +453,10 @@ def test_quantizing_with_explicit_axes(layout: Layout) -> None:
                 assert_close(q, quantize(jax.device_get(w)))
 
 
-def test_cut_parts_are_noticed(any_layout: Layout) -> None:
+def test_components_that_no_longer_fit_each_other_raise(any_layout: Layout) -> None:
     q = any_layout.quantize(jnp.ones((136, 144)))
     axis = any_layout.axis
-    # Half of the blocked axis of every component, as a bare PartitionSpec would cut it.
+    # Half of the blocked axis of every component, as a bare PartitionSpec would shard it.
     halves = q.map_components(
         lambda component, _: jax.lax.slice_in_dim(component, 0, -(-component.shape[axis] // 2), axis=axis)
     )
@@ -470,7 +470,7 @@ def test_cut_parts_are_noticed(any_layout: Layout) -> None:
 
 
 def test_rows_of_a_transposed_matrix_are_taken_inside_of_implicit() -> None:
-    q = lowbit.Array8B(jax.random.normal(jax.random.key(0), (64, 96)))
+    q = lowbit.Array8B(jax.random.normal(jax.random.key(0), (64, 96)), axis=-1)
     with pytest.raises(ValueError, match="stored transposed, and its components have lost an axis"):
         jax.vmap(lambda row: row @ jnp.ones(64))(q.T)
     got = implicit(lambda q: jax.vmap(lambda row: row @ jnp.ones(64))(q))(q.T)

@@ -54,7 +54,7 @@ def synthetic(request, tmp_path_factory):
     return request.param, metadata["tokenizer.ggml.tokens"], Tokenizer.from_gguf(metadata)
 
 
-# Worked out by hand from the two expressions: what may be merged lies in one word.
+# Worked out by hand from the two expressions: tokens merge only within a word.
 WORDS = {
     # text: (smollm, llama-bpe)
     "1234": ("1 2 3 4", "123 4"),
@@ -74,7 +74,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("text", WORDS, ids=repr)
-def test_words_are_cut_as_the_field_says(synthetic, text):
+def test_words_are_split_as_the_field_says(synthetic, text):
     pre, tokens, tokenizer = synthetic
     ids = tokenizer.encode(text, special=False)
     assert " ".join(tokens[i] for i in ids) == WORDS[text][pre == "llama-bpe"]
@@ -87,7 +87,7 @@ def test_every_byte_reads_back(synthetic):
     assert tokenizer.decode(tokenizer.encode(text, special=False)) == text
 
 
-def test_control_tokens_are_read_only_where_they_may_be(synthetic):
+def test_control_tokens_are_parsed_only_where_special_is_true(synthetic):
     pre, tokens, tokenizer = synthetic
     begin = ["<|begin|>"] if pre == "llama-bpe" else []
     assert [tokens[i] for i in tokenizer.encode("a<|im_end|>low")] == [*begin, "a", "<|im_end|>", "low"]
@@ -105,7 +105,7 @@ def test_user_defined_tokens_are_text(synthetic):
 
 
 @pytest.mark.parametrize(("pre", "given", "added"), [("smollm", True, True), ("llama-bpe", False, False)])
-def test_the_file_says_whether_bos_comes_first(pre, given, added):
+def test_the_file_decides_whether_bos_comes_first(pre, given, added):
     tokenizer = Tokenizer.from_gguf(fields(pre, ggml__add_bos_token=given))
     assert tokenizer.add_bos == given and (tokenizer.encode("a")[0] == tokenizer.bos) == added
     assert tokenizer.encode("a", special=False)[0] != tokenizer.bos
@@ -157,7 +157,7 @@ WRONG = {
     "no model": ({"ggml__model": None}, r"tokenizer.ggml.model is missing"),
     "no merges": ({"ggml__merges": None}, r"tokenizer.ggml.merges is missing"),
     "tokens that are numbers": ({"ggml__tokens": [1, 2]}, r"tokenizer.ggml.tokens must be an array of str"),
-    "a token twice": ({"ggml__tokens": ["a", "a"]}, r"tokenizer.ggml.tokens has duplicate tokens"),
+    "duplicate token": ({"ggml__tokens": ["a", "a"]}, r"tokenizer.ggml.tokens has duplicate tokens"),
     "too few types": ({"ggml__token_type": [1, 1]}, r"tokenizer.ggml.token_type has 2 entries for \d+ tokens"),
     "a merge of nothing": ({"ggml__merges": ["ab"]}, r"Entry 0 of .*merges is 'ab'.* 'ab' is none"),
     "a merge to nothing": ({"ggml__merges": ["1 2", "a b"]}, r"Entry 1 of .*merges is 'a b'.* 'ab' is none"),
@@ -182,12 +182,12 @@ def test_the_stream_never_emits_half_a_character(synthetic):
     ids = tokenizer.encode("ü😀b", special=False)
     assert len(ids) == 7  # two bytes, four, one
     assert list(tokenizer.stream(ids)) == ["ü", "😀", "b"]
-    # Bytes that are missing, in the middle or at the end, are marked where they miss.
+    # Missing bytes, in the middle or at the end, become a replacement character.
     assert list(tokenizer.stream([ids[0], *ids[-1:], *ids[2:5]])) == ["\ufffdb", "\ufffd"]
     assert tokenizer.decode(ids[:1]) == "\ufffd"
 
 
-def test_the_stream_does_not_wait_for_the_end(synthetic):
+def test_the_stream_yields_text_before_the_tokens_end(synthetic):
     _, _, tokenizer = synthetic
 
     def endless():
@@ -199,7 +199,7 @@ def test_the_stream_does_not_wait_for_the_end(synthetic):
 
 
 @pytest.mark.parametrize("wrong", [-1, 10**6])
-def test_an_id_that_is_no_token_is_an_error(synthetic, wrong):
+def test_an_id_without_a_token_raises(synthetic, wrong):
     _, tokens, tokenizer = synthetic
     with pytest.raises(ValueError, match=f"There is no token {wrong}: this vocabulary has {len(tokens)}"):
         tokenizer.decode([wrong])

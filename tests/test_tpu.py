@@ -37,7 +37,7 @@ def product(layout: Layout, contract: int, m: int, k: int, n: int, dtype: Any, l
 
 
 def assert_as_reference(x: Any, w: Any, contract: int, dtype: Any, sizes: Any = None) -> None:
-    """To the rounding of the result: half of its last bit, and what a float32 sum may be off by."""
+    """Assert equality up to half of the last bit of the result plus the error of a float32 sum."""
     y = run(x, w, contract, dtype, sizes=sizes)
     want = reference.matmul(Product(x, w, contract, jnp.float32))
     assert y.dtype == dtype
@@ -50,7 +50,7 @@ EVERY = [(-2, jnp.bfloat16), (-2, jnp.float32), (-1, jnp.float32), (-1, jnp.bflo
 
 
 @pytest.mark.parametrize(("contract", "dtype"), EVERY if HALF is None else EVERY[HALF::2])
-def test_as_the_reference_in_odd_shapes(any_layout: Layout, contract: int, dtype: Any) -> None:
+def test_odd_shapes_equal_the_reference(any_layout: Layout, contract: int, dtype: Any) -> None:
     x, w = product(any_layout, contract, 5, 330, 200, dtype)
     assert_as_reference(x, w, contract, dtype)
 
@@ -109,10 +109,10 @@ def test_each_device_runs_its_shard_in_shard_map() -> None:
     assert_close(y, reference.matmul(Product(x, w, -2, jnp.float32)))
 
 
-# --- what runs where
+# --- choice of the kernel
 
 
-def test_tiles_hold_every_row_and_the_whole_sum_once() -> None:
+def test_tiles_cover_every_row_and_the_whole_sum() -> None:
     for m in (1, 16, 256):
         for k, n in ((4096, 4096), (4096, 11008), (11008, 4096), (576, 1536)):
             for per_byte in (1, 2, 4, 8):
@@ -125,13 +125,13 @@ def test_tiles_hold_every_row_and_the_whole_sum_once() -> None:
 
 
 def test_the_program_for_a_tpu_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def has_kernel(n: int, use_kernel: bool = True) -> bool:  # n of its own each time: traces are remembered
+    def has_kernel(n: int, use_kernel: bool = True) -> bool:  # a new n each time, since traces are cached
         w = FORMATS["int8"].quantize(jnp.ones((512, n)), axis=-2).replace(use_kernel=use_kernel)
         program = export.export(jax.jit(lambda x, w: x @ w), platforms=["tpu"])(jnp.ones((16, 512)), w)
         return "tpu_custom_call" in program.mlir_module()
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert not has_kernel(128)  # nothing says which chip
+    assert not has_kernel(128)  # the chip is unknown
     chip = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.AbstractDevice(**CHIP_FIELDS))
     with jax.sharding.use_abstract_mesh(chip):
         assert has_kernel(256)
@@ -140,7 +140,7 @@ def test_the_program_for_a_tpu_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -
             assert not has_kernel(512)
 
 
-def test_what_does_not_fit_runs_by_the_reference() -> None:
+def test_operands_that_the_kernel_does_not_support_run_by_the_reference() -> None:
     def fits(x: Any, w: Any) -> bool:
         return tpu.matmul_fits(Product(x, w, -2, jnp.float32))
 

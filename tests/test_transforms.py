@@ -1,6 +1,6 @@
 """Plain JAX programs, unmodified, on every format in every layout: the same result as on the dense weights.
 
-A fused feature runs under materialization("error") and is shown to build no dense weight.
+A fused feature runs under materialization("error") and builds no dense weight.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def check(feature: str, layout: Layout) -> None:
 
 
 def pairs(features: Iterable[str], layouts: list[Layout]) -> list[Any]:
-    """Each feature in each layout. Where time is short, every fourth pair; the oldest JAX has another fourth."""
+    """Each feature in each layout; in the short run every fourth pair, and another fourth on the oldest JAX."""
     return [
         pytest.param(feature, layout, id=f"{feature}-{layout}")
         for i, feature in enumerate(features)
@@ -49,13 +49,13 @@ def test_a_feature_equals_the_dense_program(feature: str, way: Layout) -> None:
     check(feature, way)
 
 
-# What the layout of the scales decides.
+# Features that depend on the layout of the scales.
 @pytest.mark.parametrize(("feature", "way"), pairs(LAYOUT_MATTERS, more_layouts()))
 def test_a_feature_equals_the_dense_program_in_other_layouts(feature: str, way: Layout) -> None:
     check(feature, way)
 
 
-# One layout is enough for what depends on the program alone.
+# One layout is enough for features that depend on the program alone.
 @pytest.mark.parametrize("feature", ALL, ids=str)
 def test_a_feature_works_eagerly_and_leaks_nothing(feature: str) -> None:
     layout = layouts()[0]

@@ -53,7 +53,7 @@ def test_a_format_quantizes_the_weights_and_nothing_else() -> None:
     assert_same_bits(quantized["layers"][0]["up"]["kernel"], lowbit.Array8B.quantize(kernel, axis=-2))
     assert_same_bits(quantized["embed"]["embedding"], lowbit.Array8B.quantize(embedding, axis=-1))
     assert quantized["layers"][0]["up"]["bias"] is params["layers"][0]["up"]["bias"]
-    assert isinstance(params["embed"]["embedding"], jax.Array)  # what came in is as it was
+    assert isinstance(params["embed"]["embedding"], jax.Array)  # the input is unchanged
     reasons = {row.path: row.why for row in report.kept}
     assert reasons["tiny/kernel"] == "fewer than 1,024 elements"
     assert reasons["steps"] == "its dtype is int32"
@@ -186,7 +186,7 @@ def test_all_contracted_axes_share_a_scale_where_a_format_has_no_blocks() -> Non
     assert report["w"].axis == (-3, -2)
 
 
-def test_the_report_tells_what_the_program_leaves_open() -> None:
+def test_the_report_says_why_the_axis_of_a_leaf_is_unknown() -> None:
     params = {"both": normal(64, 64), "unused": normal(64, 64), "scale": normal(3, 640), "weight": normal(64, 64)}
 
     def fn(p: Any, x: jax.Array) -> jax.Array:
@@ -199,9 +199,9 @@ def test_the_report_tells_what_the_program_leaves_open() -> None:
     assert report["both"].why == "fn contracts it along axes (-1,) and (-2,): choose one by a pattern with an axis"
     assert report["unused"].why == "fn does not use it"
     assert report["scale"].why == "the name of a norm or a bias"
-    assert formats(report) == {"weight": "nf4"}  # not used, but its name tells
+    assert formats(report) == {"weight": "nf4"}  # not used, but its name gives the axis
     params["kernel"] = params.pop("both")
-    with pytest.raises(ValueError, match=r"asked: kernel: fn contracts it along"):  # whatever its name says
+    with pytest.raises(ValueError, match=r"asked: kernel: fn contracts it along"):  # the program wins over the name
         quantize_tree(
             params, "nf4", fn=lambda p, x: fn({**p, "both": p["kernel"]}, x), args=(normal(8, 64),), strict=True
         )
@@ -211,7 +211,7 @@ def test_the_report_tells_what_the_program_leaves_open() -> None:
     assert any("lowbit traced fn" in note for note in error.value.__notes__)
 
 
-def test_a_leaf_that_no_product_uses_is_kept_and_refused_to_a_pattern_that_names_it() -> None:
+def test_a_leaf_that_no_product_uses_is_kept_and_raises_for_a_pattern_that_names_it() -> None:
     params, x = (
         {"a": {"kernel": normal(64, 64)}, "gain": normal(64, 64), "b": {"kernel": normal(64, 64)}},
         normal(8, 64),
@@ -253,7 +253,7 @@ def test_strict_raises_for_patterns_that_match_nothing() -> None:
         ([("*", "nf4")], TypeError, "not ('*', 'nf4')"),
     ],
 )
-def test_bad_rules_raise_at_once(rules: Any, error: type[Exception], text: str) -> None:
+def test_bad_rules_raise_immediately(rules: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         quantize_tree(model(), rules)
 
@@ -307,7 +307,7 @@ def test_quantized_leaves_are_kept_and_tied_ones_stay_tied() -> None:
         quantize_tree(params, {"a*": "int8"}, strict=True)
 
 
-def test_paths_that_look_alike_are_two_leaves() -> None:
+def test_leaves_whose_paths_print_the_same_are_kept_apart() -> None:
     params, report = quantize_tree({"a/kernel": normal(64, 64), "a": {"kernel": normal(3, 32, 32)}}, "nf4")
     assert [(row.path, row.shape, row.format) for row in report] == [
         ("a/kernel", (3, 32, 32), None),
@@ -333,7 +333,7 @@ def test_progress_is_called_with_bytes(capsys: pytest.CaptureFixture[str]) -> No
     _, report = quantize_tree(params, "int8", progress=lambda done, total: told.append((done, total)))
     total = report.before
     assert told == [(0, total), (4 * 64 * 32, total), (total, total)] and total == 4 * 64 * (32 + 96)
-    assert capsys.readouterr() == ("", "")  # bars belong to the command
+    assert capsys.readouterr() == ("", "")  # only the command prints progress
 
 
 def test_the_types_of_trees_are_kept() -> None:
@@ -392,7 +392,7 @@ def test_a_config_that_simulates_stores_nothing_and_is_refused() -> None:
         quantize_tree(params, config)
     with pytest.raises(ValueError, match=r"The pattern 'layers\*' has a config with simulate=True"):
         quantize_tree(params, {"layers*": config, "*": "int8"})
-    # To simulate, it says no more than the function does.
+    # straight_through_tree and learned_scales accept it, and ignore simulate.
     simulated = lowbit.straight_through_tree(params, config)
     assert_close(simulated, lowbit.dequantize_tree(quantize_tree(params, "nf4")[0]), 0)
     assert jax.tree.structure(lowbit.learned_scales(params, config)) == jax.tree.structure(
@@ -455,11 +455,11 @@ def test_keeping_most_bytes_for_lack_of_an_axis_warns_once() -> None:
     def fn(p: Any, x: jax.Array) -> Any:
         return [x @ p[name] for name in p]
 
-    # With what it asks for, or with less than half of them, it is silent: warnings are errors here.
+    # No warning if a pattern or fn gives the axis, or if less than half is kept (warnings are errors here).
     assert len(formats(quantize_tree(params, axis)[1])) == 3
     assert len(formats(quantize_tree(params, "nf4", fn=fn, args=(normal(8, 64),))[1])) == 3
     assert len(formats(quantize_tree({**params, "up": {"kernel": normal(96, 96)}}, "nf4")[1])) == 2
-    # Nor does it speak of what is meant, or done already.
+    # No warning about leaves that a pattern keeps or that are quantized already.
     quantize_tree(params, {"*": None})
     done, _ = quantize_tree(params, axis)
     assert formats(quantize_tree(done, "nf4")[1]) == {}

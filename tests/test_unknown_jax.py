@@ -26,7 +26,7 @@ CHANGES: dict[str, Change] = {
 
 
 def change_parameters(monkeypatch: pytest.MonkeyPatch, change: Change, only: str | None = None) -> None:
-    """Let rules see other parameters than the primitives of this JAX have."""
+    """Give rules other parameters than those of this JAX."""
     apply_rules = _interpret.apply_rules
 
     def changed(primitive: Any, operands: Any, params: dict[str, Any]) -> Any:
@@ -43,7 +43,7 @@ def test_programs_give_the_right_numbers(feature: str, change: str, monkeypatch:
     change_parameters(monkeypatch, CHANGES[change])
     with lowbit.materialization("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        # A new function each time, since JAX remembers what it has traced.
+        # A new function each time, since JAX caches traces.
         assert_close(implicit(lambda x, p: ALL[feature](x, p))(x, p), want, 2e-5)
 
 

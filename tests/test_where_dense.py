@@ -45,7 +45,7 @@ def test_the_warning_has_the_line_and_the_path_of_the_parameter(model: Any, path
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
 
 
-def test_the_error_has_them_too_under_jit() -> None:
+def test_the_error_names_line_and_parameter_under_jit() -> None:
     line = line_of(moved, "jnp.exp")
     with lowbit.materialization("error"), pytest.raises(TypeError, match=rf"layers/0/kernel, .*{__file__}:{line}, in"):
         jax.jit(implicit(moved))(params(), jnp.ones((2, 64)))

@@ -1,4 +1,4 @@
-"""The kernel for TPU, compiled by the compiler of TPU, which needs no chip: `make test-tpu-aot`."""
+"""Compile the TPU kernels with the compiler of TPU, which needs no chip: `make test-tpu-aot`."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def mesh_of(chip: str, devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def shaped(mesh: Mesh, tree: Any, spec: Any = None) -> Any:
-    """Shapes that lie on the chips of a mesh."""
+    """Shapes with shardings over the chips of a mesh."""
     spec = jax.tree.map(lambda leaf: P(*[None] * len(leaf.shape)), tree) if spec is None else spec
 
     def place(leaf: Any, spec: Any) -> Any:
@@ -44,7 +44,7 @@ def weight(format: str, shape: tuple[int, ...], axis: int, dtype: Any = jnp.bflo
 
 
 def compiled(fn: Any, *operands: Any) -> str:
-    """The compiled program, for the chips that the operands lie on: there is no mesh around."""
+    """The program compiled for the chips of its operands, without a mesh in context."""
     return jax.jit(lowbit.implicit(fn)).lower(*operands).compile().as_text()
 
 
@@ -91,7 +91,7 @@ def test_integers_on_the_matrix_unit(chip: str) -> None:
 @pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)], ids=str)
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 def test_four_chips(chip: str, spec: Any) -> None:
-    """Each runs the kernel on its own shard; nothing but the sum over a sharded summed axis goes between them."""
+    """Each chip runs the kernel on its own shard; the only collective is the sum over a sharded contracted axis."""
     w = weight("nf4", (4096, 4096), -2)
     summed = spec[0] is not None
 
@@ -136,7 +136,7 @@ def test_a_single_device_says_which_chip_it_is() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_scan_takes_its_layers_where_they_lie(format: str) -> None:
+def test_a_scan_reads_its_layers_in_place(format: str) -> None:
     mesh = mesh_of("v5e", 1)
     w = weight(format, (12, 1024, 2048), -2)
     back = weight(format, (12, 2048, 1024), -2)
@@ -147,7 +147,7 @@ def test_a_scan_takes_its_layers_where_they_lie(format: str) -> None:
     x = shaped(mesh, jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16))
     text = compiled(net, x, shaped(mesh, w), shaped(mesh, back))
     assert_in_the_kernel(text, 1024, 2048)
-    # No result of the size of the codes of one layer or of all, but what is handed on.
+    # No instruction makes a copy of the codes of one layer or of all.
     for line in text.splitlines():
         found = re.match(r"\s*(?:ROOT )?%\S+ = [us]8\[(?:\d+,)?(?:1024|2048),\d+\]\S* (\S+?)\(", line)
         assert not found or found[1] in ("parameter", "get-tuple-element", "bitcast"), line

@@ -1,8 +1,8 @@
-"""Make version1.safetensors, a file of version 1 of our format with everything in it that the format has.
+"""Make version1.safetensors, a lowbit file of version 1 that uses everything in the format.
 
     python tests/golden/make_version1.py
 
-Made once, with lowbit 0.1.0, and not to be made again: what was written must be read by every later version. The
+Made once, with lowbit 0.1.0. Do not make it again: every later version must read the stored file. The
 components of its arrays are given here and not quantized, so that `contents()` says what the file holds whatever else
 changes.
 """
@@ -24,7 +24,7 @@ DTYPES += "float8_e4m3fn float8_e5m2 float8_e8m0fnu float8_e4m3fnuz float8_e5m2f
 
 
 def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    """Small numbers that every dtype has: 1 and 2 in turns, 1 and 0 for booleans."""
+    """Small numbers that every dtype can hold: 1 and 2 alternating, 1 and 0 for booleans."""
     values = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape)
     return (values if dtype == np.bool_ else values + 1).astype(dtype)
 

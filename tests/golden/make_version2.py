@@ -1,9 +1,9 @@
-"""Make version2/, an index of version 2 of our format and the two files that it names.
+"""Make version2/, an index file of version 2 and the two shard files that it names.
 
     python tests/golden/make_version2.py
 
-Made once, with lowbit 0.1.0, and not to be made again: what was written must be read by every later version. The
-script starts itself twice more, for the two processes with four devices each that write it.
+Made once, with lowbit 0.1.0. Do not make it again: every later version must read the stored files. The script starts
+itself as two more processes with four devices each, which write the files.
 """
 
 import os
@@ -22,7 +22,7 @@ METADATA = {"step": 12}
 
 
 def contents() -> Any:
-    """The tree of the file, whole."""
+    """The tree of the whole arrays."""
     codes = (7 * np.arange(16 * 8) % 256).astype(np.uint8).view(np.int8).reshape(16, 8)
     scales = (np.arange(16 * 2) % 3 + 1).astype(np.float32).reshape(16, 2)
     return {

@@ -184,7 +184,7 @@ def bitsandbytes_tensors(name: str, array: Any, *, requantize: bool = False) -> 
     `requantize` is dequantized and quantized in the blocks of bitsandbytes.
 
     >>> import jax.numpy as jnp, lowbit
-    >>> tensors = bitsandbytes_tensors("w", lowbit.ArrayNF4(jnp.ones((4, 128))))
+    >>> tensors = bitsandbytes_tensors("w", lowbit.ArrayNF4(jnp.ones((4, 128)), axis=-1))
     >>> {name: tensor.shape for name, tensor in tensors.items()}
     {'w': (256, 1), 'w.absmax': (8,), 'w.quant_map': (16,), 'w.quant_state.bitsandbytes__nf4': (77,)}
     """

@@ -34,7 +34,7 @@ def histogram(path: str, original: Any, stored: Any) -> Histogram:
 
     >>> import jax.numpy as jnp, lowbit
     >>> w = jnp.array([[-3.0, -1.0, 0.5, 3.0]])
-    >>> found = histogram("w", w, lowbit.quantize(w, "ternary"))
+    >>> found = histogram("w", w, lowbit.quantize(w, "ternary", axis=-1))
     >>> found.levels, sum(found.counts)
     ((-1.0, 0.0, 1.0), 4)
     """

@@ -65,12 +65,12 @@ def u4toi4(x: jax.Array) -> jax.Array:
 
 # Compiled, since only an eager call raises for NaN.
 _int8 = jax.jit(lowbit.Array8B.quantize, static_argnames="axis")
-_nf4 = jax.jit(lowbit.ArrayNF4.quantize, static_argnames="block_size")
+_nf4 = jax.jit(lowbit.ArrayNF4.quantize, static_argnames=("block_size", "axis"))
 
 
 def quantize_int8(x: jax.Array, axis: Any = -1) -> tuple[jax.Array, jax.Array]:
     """Quantize to codes and scales; the scales have size 1 along `axis`."""
-    q = _int8(jnp.asarray(x), axis=axis)
+    q = _int8(jnp.asarray(x), axis=-1 if axis is None else axis)
     return q.weight, q.scale
 
 
@@ -90,7 +90,7 @@ def quantize_and_pack_nf4(blocks: jax.Array, block_size: int = 64) -> tuple[jax.
     blocks = jnp.asarray(blocks)
     if blocks.shape[-1] % block_size:
         raise ValueError(f"The last axis of {blocks.shape} is not a multiple of block_size={block_size}.")
-    q = _nf4(blocks, block_size=block_size)
+    q = _nf4(blocks, block_size=block_size, axis=-1)
     return q.packed.reshape(*q.absmax.shape, block_size // 2), q.absmax
 
 
