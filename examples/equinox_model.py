@@ -64,7 +64,7 @@ def main() -> tuple[LanguageModel, lowbit.Report, jax.Array, float]:
     model, report = lowbit.quantize_tree(model, rules, fn=forward, args=(IDS,))
     print(report)
 
-    # `filter_jit`, since `jax.jit` does not take a model with functions in it. Going dense would raise here.
+    # `filter_jit`, since `jax.jit` does not accept a model with functions in it. Going dense would raise here.
     with lowbit.materialization("error"):
         got = eqx.filter_jit(lowbit.implicit(forward))(model, IDS)
 

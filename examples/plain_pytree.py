@@ -49,7 +49,7 @@ def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
 
 def forward(params: dict[str, Any], ids: jax.Array) -> jax.Array:
     x, _ = jax.lax.scan(layer, params["embed"][ids], params["layers"])
-    return rms_norm(x, params["norm_out"]) @ params["embed"].T  # logits, by the tied embedding
+    return rms_norm(x, params["norm_out"]) @ params["embed"].T  # logits, with the tied embedding
 
 
 def main() -> tuple[dict[str, Any], lowbit.Report, jax.Array, float]:
