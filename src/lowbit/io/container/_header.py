@@ -339,9 +339,7 @@ class Contents:
                         raise self.bad(path_name((*path, key)), "has an unpaired surrogate in its key")
                     children[key] = self.node(child, (*path, key))
                 case _:
-                    raise self.bad(
-                        path_name(path), f"has the child {short(pair)}, which has no key of its own"
-                    )
+                    raise self.bad(path_name(path), f"has the child {short(pair)}, which has no key of its own")
         return children
 
     def named(self, array: Any, path: tuple[Key, ...]) -> Any:
