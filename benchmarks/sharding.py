@@ -4,8 +4,8 @@
     python benchmarks/sharding.py plan --save sharding-plan
 
 `held` shards a model of 19 million weights over eight virtual devices and counts the bytes on each; the ideal is an
-equal share of the stored bytes. `plan` needs no weights: shapes give the bytes, and the program that generates one token,
-compiled for as many virtual devices as the mesh has, gives the collectives.
+equal share of the stored bytes. `plan` needs no weights: shapes give the bytes, and the program that generates one
+token, compiled for as many virtual devices as the mesh has, gives the collectives.
 """
 
 import collections
