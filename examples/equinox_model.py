@@ -1,7 +1,7 @@
 """An Equinox transformer, quantized in one line.
 
 An Equinox model is a pytree with functions among its leaves, which `quantize_tree` keeps. Its weights are (out, in),
-which `fn=` finds out, and so does the name `weight`. Run it: python examples/equinox_model.py
+as `fn=` shows, and so does the name `weight`. Run it: python examples/equinox_model.py
 """
 
 import equinox as eqx

@@ -1,6 +1,6 @@
 """A transformer in plain dicts: layers stacked and scanned, quantized in one line.
 
-The names of its weights do not tell their layout, and two of them are stored (out, in). From `fn=` lowbit finds the
+The names of its weights do not show their layout, and two of them are stored (out, in). From `fn=` lowbit finds the
 contracted axis of each weight, along which scales are shared. Run it: python examples/plain_pytree.py
 """
 
