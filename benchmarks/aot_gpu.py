@@ -1,9 +1,9 @@
-"""What the compilers of NVIDIA say of the kernel, without a GPU. Run by aot.py, after `make test-gpu-aot`.
+"""What NVIDIA's compilers report for the kernel, without a GPU. Run by aot.py, after `make test-gpu-aot`.
 
-Registers, spills and shared memory are what `ptxas` and XLA say of the compiled kernel. Bytes are counted by running
-the kernel's own addresses over its grid, in sectors of 32 bytes: `weight` is how often each stored byte is loaded,
-`moved` all that programs load and store, most of x from the second-level cache, `least` the stored weight, x and y
-once. `bound` is the time in which the memory of the chip, at its published speed, moves the least: no kernel is faster.
+`ptxas` and XLA report registers, spills and shared memory of the compiled kernel. Bytes are counted by running the
+kernel's own addresses over its grid, in sectors of 32 bytes: `weight` is how often each stored byte is loaded, `moved`
+everything that programs load and store (most of x from the L2 cache), `least` the stored weight, x and y once. `bound`
+is the time to move `least` at the published bandwidth of the chip: no kernel can be faster.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX looks for devices
+os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX detects devices
 
 import measure
 import numpy as np
@@ -24,7 +24,7 @@ SECTOR = 32
 
 
 class Operand:
-    """An array of which only the addresses matter, and what was asked of it."""
+    """An array of which only the addresses matter; records the accesses to it."""
 
     def __init__(self, array: Any):
         self.shape, self.dtype = array.shape, np.dtype(array.dtype)
@@ -50,7 +50,7 @@ class Operand:
 
 
 def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
-    """The operands of a product after the kernel ran over its grid, with its arithmetic left out."""
+    """The operands of a product after the kernel ran over its grid, without its arithmetic."""
     from lowbit.kernels.gpu import kernel
     from lowbit.kernels.gpu.tiling import tiling_for
     from lowbit.kernels.product import Product
@@ -128,11 +128,11 @@ def run(args: Any) -> None:
         least = of["x"].nbytes + of["codes"].nbytes + of["scales"].nbytes + m * n * np.dtype(dtype).itemsize
         sums = y.bytes + m * n * np.dtype(dtype).itemsize if y.shape[0] > 1 else 0  # read again, and written
         moved = sum(operand.bytes for operand in of.values()) + sums
-        for chip, told in gpu_aot.CHIPS.items():
+        for chip, chip_values in gpu_aot.CHIPS.items():
             found = gpu_aot.compiled(chip, format, contract, m, k, n, dtype)
             name = f"{format} {'x @ w' if contract == -2 else 'x @ w.T'} {np.dtype(dtype).name}"
             said = (found["registers"], found["spills"], found["shared"] / 1024, found["programs"])
-            bound = least / told[-1] / 1e3
+            bound = least / chip_values[-1] / 1e3
             read = of["codes"].elements / math.prod(of["codes"].shape)
             report.row(chip, m, name, *said, read, moved / 1e6, least / 1e6, bound)
     report.save()

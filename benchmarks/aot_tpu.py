@@ -1,4 +1,4 @@
-"""What the compiler of TPU says of each kernel, without a chip. Run by aot.py."""
+"""What the TPU compiler reports for each kernel, without a chip. Run by aot.py."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 DUMPS = Path(tempfile.mkdtemp(prefix="lowbit-aot-"))
-# Read when the library of TPU is loaded.
+# Read when the TPU library is loaded.
 os.environ.update(
     JAX_PLATFORMS="cpu",
     TPU_SKIP_MDS_QUERY="1",
@@ -33,7 +33,7 @@ from lowbit.kernels.tpu.blocks import in_specs, out_spec  # noqa: E402
 from lowbit.kernels.tpu.kernel import matmul  # noqa: E402
 from lowbit.kernels.tpu.tiling import tiling_for  # noqa: E402
 
-# The topology that is compiled for, and the published bandwidth of one device in GB/s. (Half a chip of tpu7x.)
+# The topology to compile for, and the published bandwidth of one device in GB/s (half a chip for tpu7x).
 CHIPS = {
     "v5e": ("v5e:2x2", 819),
     "v5p": ("v5p:2x2x1", 2765),
@@ -55,7 +55,7 @@ def run(args: Any) -> None:
 
 
 def kernels(shapes: Any, rows: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Shape, name and rows of each kernel, and its operands as shapes."""
+    """The shape, name and rows of each kernel, and the shapes of its operands."""
     for (k, n), format, contract, m, dtype in itertools.product(
         shapes, FORMATS, (-2, -1), rows, (jnp.bfloat16, jnp.float32)
     ):
@@ -66,7 +66,7 @@ def kernels(shapes: Any, rows: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Any]:
-    """Compile one, and read what the compiler wrote."""
+    """Compile a kernel, and parse the compiler's output."""
     topology, bandwidth = CHIPS[chip]
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
@@ -90,7 +90,7 @@ def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, A
 
 
 def bytes_moved(tiling: Any, x: Any, w: Any) -> int:
-    """Bytes that the steps of the grid copy, by the kernel's own index maps: blocks whose place is a new one."""
+    """Bytes copied by the steps of the grid, from the kernel's own index maps: blocks whose index changed."""
     batch, m, n, k = tiling.shape
     scales = (1, 1, k if tiling.folded == "x" else n) if tiling.folded else w.scales.shape
     arrays = [(w.codes.shape, w.codes.dtype), (scales, jnp.float32), (x.shape, x.dtype)]

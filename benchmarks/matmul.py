@@ -1,12 +1,12 @@
-"""Products with quantized weights beside the plain float32 product of JAX, in turns, on weights that no cache holds.
+"""Products with quantized weights compared with JAX's float32 product, interleaved, on weights too large for a cache.
 
-    python benchmarks/matmul.py                        contract the first axis, scales along it: the table of the docs
+    python benchmarks/matmul.py                        contract the first axis, scales along it: the table in the docs
     python benchmarks/matmul.py --case last-along      x @ w.T, as in gradients, tied heads and torch-shaped weights
-    python benchmarks/matmul.py --peers                beside other libraries, where they are installed
+    python benchmarks/matmul.py --peers                also other libraries, if installed
     python benchmarks/matmul.py --save NAME            also to benchmarks/results/NAME.json
 
-Each time is the least of all repeats. One repeat calls every kind once, so that noise meets all alike. GB/s counts the
-stored weight, read once.
+Each time is the minimum of all repeats. One repeat calls every product once, so that noise affects all equally. GB/s
+counts the stored weight, read once.
 """
 
 import itertools
@@ -35,13 +35,13 @@ def product(contract: int) -> Any:
 
 
 def copies(w: Any, total: int) -> list[Any]:
-    """The same weight in as many places of memory as fill `total` bytes."""
+    """Copies of a weight that fill `total` bytes."""
     n = max(2, -(-total // w.nbytes))
     return [jax.tree.map(partial(jnp.array, copy=True), w) for _ in range(n)]
 
 
 def kinds(shape: tuple[int, int], m: int, case: str, args: Any) -> dict[str, tuple[list[Any], int]]:
-    """Name -> the calls to time, each on another copy of the weight, and the bytes of one."""
+    """Name -> the calls to time, each on a different copy of the weight, and the bytes of one copy."""
     contract, along = CASES[case]
     k, n = shape
     w = jax.random.normal(jax.random.key(0), (k, n) if contract == -2 else (n, k)) / k**0.5
@@ -51,7 +51,7 @@ def kinds(shape: tuple[int, int], m: int, case: str, args: Any) -> dict[str, tup
         times = product(contract)
         return [partial(times, x, copy) for copy in copies(weight, args.bytes)], weight.nbytes
 
-    # Always by the order that JAX likes best: with one row, its x @ w.T is ten times slower.
+    # Always in the order that is fastest in JAX: with one row, its x @ w.T is ten times slower.
     found = {"JAX float32": calls(w if contract == -2 else w.T, -2)}
     for format, arithmetic in itertools.product(args.formats, args.compute):
         if arithmetic == "fast" and case not in ("first-along", "last-along"):
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--formats", default=FORMATS, type=lambda text: text.split(","))
     parser.add_argument("--compute", default=("exact", "fast"), type=lambda text: text.split(","))
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--bytes", type=int, default=192 << 20, help="of weights to rotate over")
+    parser.add_argument("--bytes", type=int, default=192 << 20, help="bytes of weights to rotate over")
     args = parser.parse_args()
     report = measure.Report(args, ["K x N", "M", "product", "us", "GB/s", "x JAX float32"])
     for shape, m in itertools.product(args.shapes.split(","), map(int, args.rows.split(","))):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: repeats in turns, a table, and a file that says where its numbers come from."""
+"""Shared by the benchmarks: interleaved repeats, a table, and a results file with the origin of its numbers."""
 
 import argparse
 import datetime
@@ -27,7 +27,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def least(calls: dict[str, Sequence[Callable[[], Any]]], repeat: int) -> dict[str, float]:
-    """The least time of each, in seconds, over repeats in which every one has a turn."""
+    """The minimum time of each, in seconds, over interleaved repeats."""
     best = dict.fromkeys(calls, float("inf"))
     for runs in calls.values():
         for run in runs[:2]:
@@ -65,7 +65,7 @@ def _installed(name: str) -> bool:
 
 
 class Report:
-    """Rows, printed as they come and kept for a file."""
+    """Rows, printed as they are added and kept for a file."""
 
     def __init__(self, args: argparse.Namespace, columns: Sequence[str]):
         self.name, self.columns, self.rows = args.save, list(columns), []

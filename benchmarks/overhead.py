@@ -1,4 +1,4 @@
-"""What one small product costs inside a compiled program: a chain of them, one row, weights that stay in the cache.
+"""Overhead of a small product inside a compiled program: a chain of products, one row, weights that stay in the cache.
 
 python benchmarks/overhead.py [--width 576] [--save NAME]
 """

@@ -1,4 +1,4 @@
-"""The tables and the figure of the pages in docs, from benchmarks/results.
+"""Write the tables and the figure of the pages in docs, from benchmarks/results.
 
 python benchmarks/page.py [performance] [sharding] [streaming] [training] [accelerators]
 
@@ -70,7 +70,7 @@ def qat_table(name: str) -> str:
 
 
 def aot_table(name: str, shape: str) -> str:
-    """For each kernel of bfloat16 and each chip: bundles of the inner loop, and bytes over the least possible."""
+    """For each bfloat16 kernel and each chip: bundles of the inner loop, and bytes moved relative to the minimum."""
     found = load(name)
     rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
     rows = [row for row in rows if row["shape"] == shape and row["kernel"].endswith("bfloat16")]
@@ -85,11 +85,11 @@ def aot_table(name: str, shape: str) -> str:
 
 
 def gpu_table(name: str) -> str:
-    """Rows of bfloat16, the chips beside each other; spills and loads of the weight are said in the text."""
+    """Rows of bfloat16, with a column for all chips; the text covers spills and loads of the weight."""
     found, rows = load(name), {}
-    for chip, m, kernel, *told in found["rows"]:
+    for chip, m, kernel, *values in found["rows"]:
         if kernel.endswith("bfloat16"):
-            rows.setdefault((kernel.removesuffix(" bfloat16"), m), {})[chip] = told
+            rows.setdefault((kernel.removesuffix(" bfloat16"), m), {})[chip] = values
     chips = list(dict.fromkeys(row[0] for row in found["rows"]))
     both = " / ".join(chips)
     lines = [

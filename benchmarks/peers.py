@@ -1,6 +1,6 @@
-"""The same product in other libraries: y = x @ w, the weight in 4 or 8 bits, its scales in float32.
+"""The same product in other libraries: y = x @ w, with the weight in 4 or 8 bits and float32 scales.
 
-Each is checked against the float product of the weight that it stores. What is not installed is named on stderr.
+Each is checked against the float product of the weight that it stores. Missing libraries are listed on stderr.
 """
 
 import sys
@@ -24,11 +24,11 @@ LEVELS = (
 )
 
 Product = tuple[list[Callable[[], Any]], int]
-Coded = tuple[jax.Array, jax.Array, jax.Array]  # codes, scales, and the weight (K, N) that they mean
+Coded = tuple[jax.Array, jax.Array, jax.Array]  # codes, scales, and the weight (K, N) that they represent
 
 
 def products(w: jax.Array, x: jax.Array, total: int) -> dict[str, Product]:
-    """Name -> calls, each on another copy of the weight, all copies together `total` bytes; and the bytes of one."""
+    """Name -> calls, each on a different copy of the weight, `total` bytes in all; and the bytes of one copy."""
     found: dict[str, Product] = {}
     for needs, make in ((("onnx", "onnxruntime"), _onnxruntime), (("openvino",), _openvino)):
         if absent := [name for name in needs if not find_spec(name)]:
@@ -81,7 +81,7 @@ def _int8(w: jax.Array) -> Coded:
 
 
 def _pack(codes: jax.Array) -> jax.Array:
-    return codes[..., ::2] | codes[..., 1::2] << 4  # both libraries want the first code in the low bits
+    return codes[..., ::2] | codes[..., 1::2] << 4  # both libraries expect the first code in the low bits
 
 
 def _onnxruntime(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
@@ -91,7 +91,7 @@ def _onnxruntime(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
     (k, n), m = w.shape, len(x)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = THREADS, 1
-    # Threads that spin on after a call would take a core from whatever is timed next.
+    # Threads that keep spinning after a call would take a core from whatever is timed next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
 
     def product(name: str, coded: Coded, op: str, **attributes: int) -> Product:
@@ -104,7 +104,7 @@ def _onnxruntime(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
             [numpy_helper.from_array(stored[0], "codes"), numpy_helper.from_array(stored[1], "scales")],
         )
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-        # An older file format than onnx's newest, which a released onnxruntime may not read yet.
+        # Not the newest file format of onnx, which a released onnxruntime may not read yet.
         model = helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString()
 
         def copy() -> Callable[[], np.ndarray]:
@@ -132,7 +132,7 @@ def _onnxruntime(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
 
 
 def _openvino(w: jax.Array, x: np.ndarray, total: int) -> dict[str, Product]:
-    # Importing OpenVINO would report its use over the network, from a fork, which is not safe beside JAX's threads.
+    # Importing OpenVINO would report its use over the network, from a fork, which is unsafe with JAX's threads.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino as ov
     from openvino import opset13 as op

@@ -1,4 +1,4 @@
-"""The example of training through quantization: what each format loses over three seeds, or what a step costs.
+"""Quantization-aware training of the example: the loss of each format over three seeds, or the time of a step.
 
 python benchmarks/qat.py [--save qat]
 python benchmarks/qat.py --steps [--save qat_steps]      both need pip install 'lowbit[frameworks]'
@@ -13,7 +13,7 @@ from types import ModuleType
 import jax
 import measure
 
-# Of a run that is timed; windows in a batch.
+# Steps of a timed run; windows in a batch.
 STEPS, BATCHES = 5, (16, 64)
 
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def example() -> ModuleType:
-    """The example, anew: what it has compiled is for its own sizes."""
+    """A fresh copy of the example, since compiled functions depend on its sizes."""
     spec = importlib.util.spec_from_file_location("qat", Path(__file__).parent.parent / "examples" / "qat.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

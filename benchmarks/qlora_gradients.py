@@ -1,8 +1,8 @@
-"""Adapters over NF4 against the same adapters over the same weights made dense: gradients, bytes, and what is built.
+"""Adapters over NF4 compared with adapters over the dequantized weights: gradients, bytes, dense weights built.
 
 The step is that of examples/qlora.py on SmolLM2-135M, layers scanned and rematerialized. `error` is the largest
-difference of a gradient from that over the dense base, over the largest value of the same array. `weights built` counts
-the values of a weight's shape in the program, forward and backward, outside of the products.
+difference between a gradient and that over the dense base, relative to the largest value of the same array. `weights
+built` counts the values of a weight's shape in the program, forward and backward, outside of the products.
 
 python benchmarks/qlora_gradients.py [--save NAME]
 """
@@ -23,7 +23,7 @@ from lowbit.testing import dense_weights
 
 
 def learned(w: Any) -> Any:
-    """An adapter as it is after some training; at the start one of its factors is zero."""
+    """An adapter as after some training; initially one of its factors is zero."""
     if not isinstance(w, lowbit.LoraArray):
         return w
     return w.replace(b=jax.random.normal(jax.random.key(1), w.b.shape) * 1e-3)

@@ -1,7 +1,7 @@
-"""What a step of training takes: all weights, adapters over float32, adapters over NF4. Compiled, not run.
+"""Memory of a training step: all weights, adapters over float32, adapters over NF4. Compiled, not run.
 
-`arguments` are all that the step is given: weights, adapters, optimizer's state and tokens. `temporaries` are what it
-needs beside them while it runs. The step is that of examples/qlora.py, on SmolLM2-135M with layers rematerialized.
+`arguments` are the inputs of the step: weights, adapters, optimizer state and tokens. `temporaries` are what it also
+needs while it runs. The step is that of examples/qlora.py, on SmolLM2-135M with layers rematerialized.
 
 python benchmarks/qlora_memory.py [--length 128] [--batch 2] [--save NAME]
 """

@@ -1,10 +1,10 @@
-"""What each device holds next to the ideal, and a plan of a model of 70 billion weights on real meshes.
+"""Bytes on each device compared with the ideal, and a plan for a model of 70 billion weights on real meshes.
 
     python benchmarks/sharding.py held --save sharding-held
     python benchmarks/sharding.py plan --save sharding-plan
 
-`held` lays a model of 19 million weights out over eight virtual devices and counts the bytes that each has; the ideal
-is an equal share of what is stored. `plan` has no weight at all: shapes give the bytes, and the program that writes one
+`held` shards a model of 19 million weights over eight virtual devices and counts the bytes on each; the ideal is an
+equal share of the stored bytes. `plan` needs no weights: shapes give the bytes, and the program that generates one
 token, compiled for as many virtual devices as the mesh has, gives the collectives.
 """
 
@@ -57,7 +57,7 @@ def quantized(config: LlamaConfig, params: Any, format: Any) -> Any:
 LAYOUTS = {"tensor parallel": llama.specs, "fully sharded": partial(every_weight_over, axis="data")}
 
 
-# --- what is held
+# --- bytes on each device
 
 
 def held() -> Iterator[list[Any]]:
@@ -125,8 +125,8 @@ def one_plan(mesh: Mesh, layout: str, params: Any, cache_format: str) -> list[An
         on_one(params) / 1e9,
         bytes_of(params) / mesh.size / 1e9,
         on_one(cache) / 1e9,
-        told(layers),
-        told(text[len(layers) :]),
+        collectives(layers),
+        collectives(text[len(layers) :]),
     ]
 
 
@@ -135,7 +135,7 @@ def placed(tree: Any, shardings: Any) -> Any:
 
 
 def batch_of(stack: Any, count: int) -> Any:
-    """A stack of caches with this many sequences in it."""
+    """A stack of caches for this many sequences."""
     return jax.eval_shape(lambda s: lowbit.implicit(lambda s: jnp.concatenate([s] * count, axis=1))(s), stack)
 
 
@@ -147,7 +147,7 @@ def on_one(tree: Any) -> int:
 _WIDTHS = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u8": 1, "s8": 1, "pred": 1}
 
 
-def told(text: str) -> str:
+def collectives(text: str) -> str:
     """The collectives of a compiled program, and the bytes of their results."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     found = re.findall(rf"= \(?(\w+)\[([\d,]*)\][^=\n]*? ({kinds})(?:-start)?\(", text)
@@ -177,7 +177,7 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("table", choices=COLUMNS)
     args = parser.parse_args()
-    # Read when JAX looks for devices.
+    # Read when JAX detects devices.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64 --xla_backend_optimization_level=0"
     report = measure.Report(args, COLUMNS[args.table])
     for row in held() if args.table == "held" else planned():

@@ -1,18 +1,18 @@
-"""How fast and in how much memory `lowbit quantize` works through a file that need not fit into memory.
+"""Throughput and peak memory of `lowbit quantize` on a file that may be larger than memory.
 
 python benchmarks/stream.py [--gigabytes 4] [--folder DIR] [--formats nf4,int8] [--runs 2] [--save NAME]
 
-- `tensors`: many of 8 million weights, one, or one whose scales lie along its columns (as those of a JAX kernel do).
-- `disk`: the source's bytes by the seconds that it takes to read them, not cached, and to write those of the result,
-  each past the system's cache or through it, whichever is faster.
-- `encode`: how fast arrays of the size of a piece are quantized when they are in memory already.
-- `stream`: the same for the whole work, from the opened source to the result in its place.
-- `share`: of the slower of disk and encode, which the work cannot beat.
-- `cores`: how many the work had, of those that others left it.
-- `command`: the seconds of the command as typed, with the imports and compilations of its start.
-- `peak`: the most memory that the command had (what `ru_maxrss` counts), mapped pages included. Over 1 GB is an error.
+- `tensors`: many of 8 million weights, one, or one whose scales are along its columns (as for a JAX kernel).
+- `disk`: the bytes of the source over the seconds to read them, not cached, and to write those of the result, with or
+  without the page cache, whichever is faster.
+- `encode`: throughput of quantizing arrays of the size of a chunk that are already in memory.
+- `stream`: throughput of the whole conversion, from the opened source to the finished result.
+- `share`: of the slower of disk and encode, which bounds the conversion.
+- `cores`: the number of cores that the conversion used.
+- `command`: the seconds of the whole command, including imports and compilation.
+- `peak`: peak memory of the command (as `ru_maxrss` counts it), including mapped pages. Over 1 GB is an error.
 
-Disk and stream take turns, and the best of their runs count. The files have random numbers and are removed.
+Disk and stream runs are interleaved, and the best of each counts. The files hold random numbers and are removed.
 """
 
 import itertools
@@ -38,9 +38,9 @@ from lowbit.io import _chunks
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 LIMIT = 1e9
-WAYS = (os.O_DIRECT, 0)  # past the system's cache, and through it
+WAYS = (os.O_DIRECT, 0)  # without the page cache, and with it
 CHUNK = 1 << 22
-# Its own peak: ru_maxrss of a child has that of the process which started it.
+# Not ru_maxrss, which a child inherits from the process that started it.
 PEAK = """
 import atexit
 from pathlib import Path
@@ -50,7 +50,7 @@ COMMAND = """
 from lowbit.cli import main
 main()
 """
-# What the command runs, with a clock.
+# What the command runs, timed.
 TIMED = """
 import sys, time
 from pathlib import Path
@@ -65,7 +65,7 @@ print("cores", (time.process_time() - used) / taken)
 
 
 def make(path: Path, size: int, dtype: str, one: bool) -> int:
-    """A safetensors file of about so many bytes, written in pieces; how many bytes its tensors have."""
+    """Write a safetensors file of about this many bytes, in chunks; returns the bytes of its tensors."""
     columns, row = (1 << 14, SIZES[dtype] << 14) if one else (4096, SIZES[dtype] << 12)
     rows = size // row // 64 * 64 if one else 2048
     count = 1 if one else max(size // (rows * row), 1)
@@ -90,7 +90,7 @@ def make(path: Path, size: int, dtype: str, one: bool) -> int:
 
 
 def along_columns(path: Path) -> None:
-    """Call the weights of a file kernels, which have the other axis first."""
+    """Rename the weights of a file to kernels, which are stored as (in, out)."""
     with path.open("r+b") as file:
         header = file.read(8 + int.from_bytes(file.read(8), "little"))[:-8]
         file.seek(8)
@@ -98,13 +98,13 @@ def along_columns(path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Have the system no longer keep a file in memory."""
+    """Evict a file from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def disk(path: Path, result: int, folder: Path) -> float:
-    """Seconds to read a file and then to write another: past the cache, or through it if that is faster."""
+    """Seconds to read a file and then to write another: without the page cache, or with it if that is faster."""
     return min(read(path, flags) for flags in WAYS) + min(write(folder / "disk", result, flags) for flags in WAYS)
 
 
@@ -133,7 +133,7 @@ def write(path: Path, size: int, flags: int) -> float:
 
 
 def encode(dtype: str, format: str, axis: int, repeat: int) -> float:
-    """Seconds for a byte."""
+    """Seconds per byte."""
     w = jax.random.normal(jax.random.key(0), (_chunks.CHUNK >> 12, 1 << 12), DTYPES[dtype])
     config = lowbit.QuantizationConfig(format, axis=axis)
     compiled = jax.jit(partial(lowbit.quantize, config=config)).lower(w).compile()
@@ -141,12 +141,14 @@ def encode(dtype: str, format: str, axis: int, repeat: int) -> float:
 
 
 def run(code: str, *args: str | Path) -> tuple[float, dict[str, float]]:
-    """Seconds of a program, and what it told of itself."""
+    """Seconds of a program, and the values that it printed."""
     start = time.perf_counter()
     result = subprocess.run((sys.executable, "-c", PEAK + code, *args), stdout=subprocess.PIPE, text=True, check=True)
     seconds = time.perf_counter() - start
-    told = dict(line.split() for line in result.stdout.splitlines() if line.startswith(("peak ", "seconds ", "cores ")))
-    return seconds, {name: float(value) for name, value in told.items()}
+    printed = dict(
+        line.split() for line in result.stdout.splitlines() if line.startswith(("peak ", "seconds ", "cores "))
+    )
+    return seconds, {name: float(value) for name, value in printed.items()}
 
 
 def main() -> None:
@@ -170,17 +172,17 @@ def main() -> None:
                 size = make(source, int(args.gigabytes * 1e9), dtype, tensors == "one")
             for format in args.formats.split(","):
                 forget(source)
-                taken, told = run(COMMAND, "quantize", source, target, "--format", format, "--force")
-                peak, result = told["peak"] * 1024, target.stat().st_size
+                taken, printed = run(COMMAND, "quantize", source, target, "--format", format, "--force")
+                peak, result = printed["peak"] * 1024, target.stat().st_size
                 best_disk = best = cores = math.inf
                 for _ in range(args.runs):
                     best_disk = min(best_disk, disk(source, result, folder))
                     forget(source)
                     target.unlink()
-                    _, told = run(TIMED, source, target, format)
+                    _, printed = run(TIMED, source, target, format)
                     (best, cores), peak = (
-                        min((best, cores), (told["seconds"], told["cores"])),
-                        max(peak, told["peak"] * 1024),
+                        min((best, cores), (printed["seconds"], printed["cores"])),
+                        max(peak, printed["peak"] * 1024),
                     )
                 rates = [size / best_disk, 1 / encode(dtype, format, -2 if tensors == "columns" else -1, args.repeat)]
                 shown = [r / 1e9 for r in (*rates, size / best)]
@@ -189,7 +191,7 @@ def main() -> None:
                 most = max(most, peak)
     report.save()
     if most > LIMIT:
-        raise SystemExit(f"The most memory was {most / 1e6:.0f} MB, and it must stay under {LIMIT / 1e6:.0f}.")
+        raise SystemExit(f"Peak memory was {most / 1e6:.0f} MB, and it must stay under {LIMIT / 1e6:.0f}.")
 
 
 if __name__ == "__main__":

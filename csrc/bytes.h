@@ -1,5 +1,5 @@
-// Vectors of integers and bytes, beside the vectors of floats of simd.h.
-// Lanes are compared, masked and shifted by the compiler's own operators; a comparison gives -1 or 0 in each lane.
+// Vectors of integers and bytes; simd.h has the vectors of floats.
+// Compiler operators compare, mask and shift lanes; a comparison gives -1 or 0 in each lane.
 #ifndef LOWBIT_BYTES_H_
 #define LOWBIT_BYTES_H_
 
@@ -37,7 +37,7 @@ LOWBIT_INLINE void store_as(void* p, V a) {
 }
 LOWBIT_INLINE I splat(const void* dword) { return I{} + load_as<int32_t>(dword); }
 
-// Bits cross from a byte to its neighbour; whoever shifts masks them.
+// Bits cross into the adjacent byte; the caller masks them.
 template <int kBits>
 LOWBIT_INLINE Bytes shift_right(Bytes a) {
   const Words words = reinterpret_cast<Words>(a);
@@ -52,7 +52,7 @@ LOWBIT_INLINE int32_t largest_of_8(__m256i a) {
 }
 #endif
 
-// An intrinsic of two vectors, whose types differ between instruction sets and compilers.
+// Wraps an intrinsic of two vectors, whose types differ between instruction sets and compilers.
 #define LOWBIT_BYTES_OP(name, vector, intrinsic)                                                         \
   LOWBIT_INLINE Bytes name(Bytes a, Bytes b) {                                                           \
     return reinterpret_cast<Bytes>(intrinsic(reinterpret_cast<vector>(a), reinterpret_cast<vector>(b))); \
@@ -73,7 +73,7 @@ LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
 LOWBIT_INLINE I round_to_int(F a) { return reinterpret_cast<I>(_mm512_cvtps_epi32(a)); }
 LOWBIT_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(a)); }
 
-// kLanes codes in bytes, `kPerByte` in each, the first in the highest bits
+// Packs kLanes codes into bytes, `kPerByte` in each, the first one in the highest bits.
 template <int kPerByte>
 LOWBIT_INLINE void pack_codes(I codes, uint8_t* out) {
   const __m512i a = reinterpret_cast<__m512i>(codes);
@@ -94,17 +94,17 @@ LOWBIT_BYTES_OP(high_dwords, __m512i, _mm512_unpackhi_epi32)
 LOWBIT_BYTES_OP(low_qwords, __m512i, _mm512_unpacklo_epi64)
 LOWBIT_BYTES_OP(high_qwords, __m512i, _mm512_unpackhi_epi64)
 
-// table[index], of which the low four bits count
+// table[index & 15]
 LOWBIT_INLINE Bytes lookup(const uint8_t (&table)[16], Bytes index) {
   const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return reinterpret_cast<Bytes>(_mm512_permutexvar_epi8(reinterpret_cast<__m512i>(index), tables));
 }
-// Dword i of 128-bit part j goes to dword j of part i.
+// Dword i of 128-bit lane j goes to dword j of lane i.
 LOWBIT_INLINE Bytes swap_parts(Bytes a) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   return reinterpret_cast<Bytes>(_mm512_permutexvar_epi32(order, reinterpret_cast<__m512i>(a)));
 }
-// Part i of vector j goes to part j of vector i.
+// 128-bit lane i of vector j goes to lane j of vector i.
 LOWBIT_INLINE void transpose_parts(Bytes* v, int stride) {
   __m512i a[4];
   for (int i = 0; i < 4; ++i) a[i] = reinterpret_cast<__m512i>(v[i * stride]);
@@ -120,7 +120,7 @@ LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
   first = _mm512_permutex2var_ps(a, even, b);
   second = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
 }
-// sums[i] += the four products of unsigned bytes w and signed bytes x in dword i
+// sums[i] += dot product of the four unsigned bytes w and signed bytes x in dword i
 LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
 #if defined(LOWBIT_EMULATE_AVX512)
   sums = reinterpret_cast<I>(
@@ -190,14 +190,14 @@ LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
   first = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even), 0xd8));
   second = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(odd), 0xd8));
 }
-// sums[i] += the two products of signed words in dword i
+// sums[i] += dot product of the two signed words in dword i
 LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
-  // From intrinsics, GCC 12 gathers the products of a whole tile first and runs out of registers.
+  // With intrinsics, GCC 12 computes the products of a whole tile first and runs out of registers.
   I added = sums, products;  // a copy, or the sums of a tile stay in memory
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(added), "=&x"(products) : "x"(w), "x"(x));
   sums = added;
 }
-// sums[i] += the four products of levels and signed bytes x in dword i. Levels are unsigned with their offset if
+// sums[i] += dot product of the four levels and signed bytes x in dword i. Levels are unsigned, with their offset, if
 // kSmall, else signed; x is never -128.
 constexpr bool kSignedDots = true;
 template <bool kSmall>
@@ -210,7 +210,7 @@ LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
   const __m256i pairs = _mm256_maddubs_epi16(a, b);
   sums += reinterpret_cast<I>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-// The two products of unsigned bytes a and signed bytes b in each word, added; they must fit.
+// Dot product of the two unsigned bytes a and signed bytes b in each word; it must fit in 16 bits.
 LOWBIT_INLINE Words small_dots(Bytes a, I b) {
   return reinterpret_cast<Words>(_mm256_maddubs_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 }
@@ -262,7 +262,7 @@ LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
 
 #undef LOWBIT_BYTES_OP
 
-// The bytes of four rows side by side: dword i of the four vectors, counted through, holds byte i of each row.
+// Interleaves the bytes of four rows: dword i, counted over all four vectors, holds byte i of each row.
 LOWBIT_INLINE void interleave_rows(Bytes r[4]) {
   for (int i = 0; i < 4; ++i) r[i] = swap_parts(r[i]);
   const Bytes a = low_bytes(r[0], r[1]), b = high_bytes(r[0], r[1]);
@@ -286,7 +286,7 @@ LOWBIT_INLINE void transpose_dwords(Bytes v[kLanes]) {
   for (int i = 0; i < 4; ++i) transpose_parts(v + i, 4);
 }
 
-// Denormal numbers count as zero while this lives, as everywhere in XLA's own code.
+// Treats denormal numbers as zero during its lifetime, as XLA's own code does.
 class FlushDenormals {
  public:
   FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }

@@ -1,12 +1,12 @@
-// What the codes of each format mean: one functor per format.
+// Decoding the codes of each format: one functor per format.
 //
-//   level(byte, i)      the level of the i-th code of a byte, for code that need not be fast
+//   level(byte, i)      the level of the i-th code of a byte, for code that is not performance-critical
 //   decode(bytes, v)    the levels of kLine consecutive columns, in four vectors of kLanes columns each
-//   times(f)            a decoder of f times the levels, where that is faster (kTimes)
-//   order(v)            one such vector with its lanes in the order of columns; a decoder may have its own order
+//   times(f)            a decoder of f times the levels, if that is faster (kTimes)
+//   order(v)            such a vector with its lanes in column order; a decoder may use a different order
 //   unorder(v)          the inverse
-//   bytes<i>(codes)     for products of int8: level / kUnit + kOffset of the i-th code of each byte, unsigned; for NF4
-//                       the level is rounded; kSmall: it is at most 3
+//   bytes<i>(codes)     for int8 products: level / kUnit + kOffset of the i-th code of each byte, unsigned; rounded for
+//                       NF4; at most 3 if kSmall
 //   signed_bytes<i>     the same without the offset, if not kSmall
 #ifndef LOWBIT_DECODE_H_
 #define LOWBIT_DECODE_H_
@@ -74,8 +74,8 @@ struct Int8Vectors : InOrder {
   }
 };
 
-// A look-up in a table of 16 floats ignores all but the low four bits of each lane, so nothing need be masked. All
-// qwords hold the same 16 codes and each is turned to bring two of them, 8 columns apart, to the bottom of its lanes.
+// A lookup in a table of 16 floats uses only the low four bits of each lane, so no mask is needed. All qwords hold the
+// same 16 codes, and each is rotated to bring two of them, 8 columns apart, to the low bits of its lanes.
 struct NibbleVectors {
   explicit NibbleVectors(const float* levels = kNf4Levels) : table(_mm512_loadu_ps(levels)) {}
 
@@ -97,8 +97,8 @@ struct NibbleVectors {
   }
 };
 
-// All lanes hold the same codes, shifted by another number of bits in each; the look-up in four floats ignores the
-// bits above the lowest two.
+// All lanes hold the same codes, each shifted by a different number of bits; the lookup in four floats uses only the
+// lowest two bits.
 struct TernaryVectors : InOrder {
   F table = _mm512_set4_ps(2, 1, 0, -1);
   __m512i shifts = _mm512_setr_epi32(6, 4, 2, 0, 14, 12, 10, 8, 22, 20, 18, 16, 30, 28, 26, 24);
@@ -138,14 +138,14 @@ struct Int8Vectors : InOrder {
   }
 };
 
-// There is no look-up in 16 floats, but one in 16 bytes: each of the four bytes of the floats is looked up for 32
-// codes at once, and the bytes are interleaved to floats, 14 operations for 32 columns. The high nibbles (even
+// AVX2 has a lookup in 16 bytes but not in 16 floats: each of the four bytes of the floats is looked up for 32 codes at
+// once, and the bytes are interleaved to floats, in 14 operations for 32 columns. The high nibbles (even
 // columns) are in the lower half of each register, the low ones in the upper half.
 struct NibbleVectors {
   __m256i planes[4];
 
   LOWBIT_INLINE explicit NibbleVectors(const float* levels = kNf4Levels) {
-    // Byte 4c + i of the levels to byte c of plane i.
+    // Byte 4c + i of the levels goes to byte c of plane i.
     const __m128i gather = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m128i part[4];
     for (int i = 0; i < 4; ++i) {
@@ -176,8 +176,8 @@ struct NibbleVectors {
   LOWBIT_INLINE static F unorder(F v) { return permute(v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)); }
 };
 
-// All lanes hold the same codes, shifted by another number of bits in each; the look-up in four floats ignores the
-// bits above the lowest two.
+// All lanes hold the same codes, each shifted by a different number of bits; the lookup in four floats uses only the
+// lowest two bits.
 struct TernaryVectors : InOrder {
   F table = _mm256_setr_ps(-1, 0, 1, 2, -1, 0, 1, 2);
   __m256i low = _mm256_setr_epi32(6, 4, 2, 0, 14, 12, 10, 8);
@@ -237,7 +237,7 @@ using BinaryVectors = OneByOne<8, binary_level>;
 
 // ---- Formats
 
-// The bits of a where the mask has ones, of b elsewhere. Shifts are of 16 bits: what crosses to another byte is masked.
+// The bits of a where the mask has ones, else those of b. Shifts act on 16 bits; bits that cross bytes are masked.
 LOWBIT_INLINE Words merge(Words a, Words b, uint16_t mask) { return (a & mask) | (b & static_cast<uint16_t>(~mask)); }
 
 struct Int8 : Int8Vectors {
@@ -281,11 +281,11 @@ struct Nf4 : NibbleVectors {
   }
 };
 
-// kTableRows stored rows, if not 0, have four bits in each column. `regroup` brings them together as nibbles, those of
-// the earlier row in the higher bits: nibble j of plane i belongs to column kTableRows * j + kPlaneColumn[i].
+// kTableRows stored rows, if not 0, have four bits in each column. `regroup` combines them to nibbles, with the bits of
+// earlier rows on top: nibble j of plane i belongs to column kTableRows * j + kPlaneColumn[i].
 struct Ternary : TernaryVectors {
   static constexpr int kPerByte = 4;
-  static constexpr int kTableRows = kLooksUp16 ? 2 : 0;  // does not pay with more instructions
+  static constexpr int kTableRows = kLooksUp16 ? 2 : 0;  // slower if a lookup takes several instructions
   static constexpr int kPlaneColumn[2] = {0, 1};
   static float level(uint8_t byte, int i) { return ternary_level(byte, i); }
   static constexpr int kOffset = 1;
@@ -312,7 +312,7 @@ struct Binary : BinaryVectors {
   static constexpr float kUnit = 1;
   template <int i>
   LOWBIT_INLINE static Bytes bytes(Bytes codes) {
-    return shift_right<6 - i>(codes) & 2;  // twice the code
+    return shift_right<6 - i>(codes) & 2;  // 2 * code
   }
 
   LOWBIT_INLINE static void regroup(const Words rows[4], Words planes[4]) {
@@ -325,7 +325,7 @@ struct Binary : BinaryVectors {
   }
 };
 
-// run(functor) for the functor of a format.
+// Calls run(functor) with the functor of a format.
 template <typename F>
 LOWBIT_INLINE auto with_decoder(Format format, const F& run) {
   switch (format) {
@@ -353,7 +353,7 @@ struct Matrix {
 
   const uint8_t* row(int64_t r) const { return codes + r * w.row_bytes; }
 
-  // The stored scales (row, col...), where they lie or written to `out`.
+  // `count` stored scales from (row, col) on: a pointer to them, or to `out` if they must be decoded.
   LOWBIT_INLINE const float* scales(int64_t row, int64_t col, int64_t count, float* out) const {
     const int64_t start = row * w.scale_cols + col;
     const int64_t matrix = scale_layer * w.scale_rows * w.scale_cols;

@@ -1,5 +1,5 @@
-// AVX-512 in terms of other instructions, to test its kernels on machines without it: the SIMDe headers, and here what
-// they lack.
+// AVX-512 in terms of other instructions, to test its kernels on machines without it: the SIMDe headers, and the
+// intrinsics that these lack.
 #ifndef LOWBIT_EMULATE_AVX512_H_
 #define LOWBIT_EMULATE_AVX512_H_
 

@@ -1,5 +1,5 @@
-// Codes and scales of float arrays, bit for bit those of the formats' `_encode` in Python as XLA runs them on CPU:
-// denormal numbers count as zero, and a block with NaN or infinity in it has a NaN for scale.
+// Codes and scales of float arrays, bit for bit equal to the formats' `_encode` in Python as XLA runs it on CPU:
+// denormal numbers count as zero, and the scale of a block with a NaN or infinity is NaN.
 #ifndef LOWBIT_ENCODE_H_
 #define LOWBIT_ENCODE_H_
 
@@ -7,21 +7,21 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-// The bits of a float without its sign order like the numbers themselves, with NaN above infinity.
+// Without the sign, the bits of floats compare like the numbers themselves, with NaN above infinity.
 LOWBIT_INLINE I magnitude(F x) { return as_ints(x) & 0x7fffffff; }
 
-// XLA's maximum does the same; where each element has a scale of its own there is none.
+// XLA's maximum does the same, except where each element has its own scale and there is no maximum.
 LOWBIT_INLINE F top_or_zero(I top) { return as_floats(top >= 0x00800000 ? top : I{}); }
 
 LOWBIT_INLINE F finite_or_nan(I top, F scale) {
   return as_floats(top >= 0x7f800000 ? I{} + 0x7fc00000 : as_ints(scale));
 }
 
-// How each format encodes: what a block needs to know from its largest magnitude, then kLanes elements at a time.
+// How each format encodes: constructed from the largest magnitude of a block, then encodes kLanes elements at a time.
 
 constexpr float nf4_midpoint(int i) { return (kNf4Levels[i] + kNf4Levels[i + 1]) / 2; }
 
-// The midpoints in the order of a binary search, after the one in the middle.
+// The midpoints in the order of a binary search, without the middle one.
 struct Nf4Search {
   alignas(64) float step[3][16] = {};
   constexpr Nf4Search() {
@@ -44,7 +44,7 @@ struct EncodeNf4 {
     inverse = broadcast(1.0f) / as_floats(scale > zero() ? as_ints(scale * shrink) : as_ints(broadcast(1.0f)));
   }
 
-  // The number of midpoints below, by binary search; a midpoint itself has the lower level. NaN has code 0.
+  // The number of midpoints below x, by binary search; a midpoint itself rounds down. NaN has code 0.
   LOWBIT_INLINE I codes(F x) const {
     const F relative = x * shrink * inverse;
     I code = -(relative > broadcast(nf4_midpoint(7)));
@@ -53,16 +53,16 @@ struct EncodeNf4 {
   }
 };
 
-// XLA divides by a scale, but multiplies by its reciprocal where one block covers a whole axis.
+// XLA divides by a scale, but multiplies by its reciprocal if one block covers a whole axis.
 template <bool kReciprocal>
 struct EncodeInt8 {
   static constexpr int kPerByte = 1;
   F scale, divisor;
 
   explicit EncodeInt8(I top) {
-    // XLA divides by a constant like this.
+    // XLA divides by a constant in this way.
     scale = finite_or_nan(top, top_or_zero(top) * broadcast(1.0f / 127.0f));
-    // Code 0 also for a scale of 0, which must not divide, or NaN, which has no code.
+    // The code is also 0 if the scale is 0, which must not be a divisor, or NaN, which has no code.
     divisor = as_floats(scale > zero() ? as_ints(scale) : I{} + 0x7f800000);
     if (kReciprocal) divisor = broadcast(1.0f) / divisor;
   }
@@ -73,7 +73,7 @@ struct EncodeInt8 {
   }
 };
 
-// Up to kLanes codes into whole bytes; beyond `count` the last byte has zeros.
+// Packs up to kLanes codes into whole bytes; the last byte is padded with zeros after `count`.
 template <int kPerByte>
 LOWBIT_INLINE void pack(I codes, int64_t count, uint8_t* out) {
   if (count == kLanes) return pack_codes<kPerByte>(codes, out);
@@ -88,8 +88,8 @@ LOWBIT_INLINE void pack(I codes, int64_t count, uint8_t* out) {
 
 // A scale for each column of a block of rows: lanes are columns.
 //
-// Rows of a matrix are often a power of two apart, and then few of them fit into a cache at the same time; so the strip
-// is copied, which also converts it to float32 and fills up its last vector.
+// The stride of rows is often a power of two, so that few of them fit into a cache at the same time. So the strip is
+// copied, which also converts it to float32 and pads its last vector.
 template <typename E>
 bool encode_block_of_rows(const Encode& p, int64_t layer, int64_t block, int64_t column, int64_t width) {
   constexpr int64_t kCopyRows = 64, kAhead = 8;
@@ -105,7 +105,7 @@ bool encode_block_of_rows(const Encode& p, int64_t layer, int64_t block, int64_t
   const auto copied = [&](int64_t r) {
     float* to = copy + r % kCopyRows * stride;
     const int64_t at = (layer * p.rows + row + r) * p.columns + column, size = p.x_type == Float::f32 ? 4 : 2;
-    // Short runs on many pages, which hardware prefetchers do not follow.
+    // Hardware prefetchers do not follow short runs on many pages.
     const char* ahead = static_cast<const char*>(p.x) + min(at + kAhead * p.columns, last) * size;
     for (int64_t i = 0; i < width * size; i += 64) __builtin_prefetch(ahead + i);
     to_f32(p.x, p.x_type, at, width, to);
@@ -209,7 +209,7 @@ bool encode_as(const Encode& p, const Parallel& parallel) {
   };
   const int64_t blocks = p.layers * p.scale_rows;
   if (p.col_span == 1 && p.scale_cols == p.columns && p.row_span > 1) {
-    const int64_t width = 256;  // with 64 rows in a second cache, in runs of 1 KB
+    const int64_t width = 256;  // 64 rows fit in L2, in runs of 1 KB
     const int64_t strips = ceil_div(p.columns, width);
     return each(blocks * strips, [&](int64_t i) {
       const int64_t at = i / strips, column = i % strips * width;

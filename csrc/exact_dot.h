@@ -1,4 +1,4 @@
-// Products in float32 with few rows of x, the last stored axis contracted: each stored row gives one element of y.
+// Products in float32 with few rows of x that contract the last stored axis: each stored row gives one element of y.
 #ifndef LOWBIT_EXACT_DOT_H_
 #define LOWBIT_EXACT_DOT_H_
 
@@ -6,7 +6,7 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-constexpr int64_t kDotColumns = 512;  // columns in one chain of sums, at most
+constexpr int64_t kDotColumns = 512;  // maximum number of columns in one chain of sums
 
 inline bool dot_fits(const Weights& w) {
   const bool along = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns);
@@ -57,8 +57,8 @@ LOWBIT_INLINE void dot_row(const D& decoder, const uint8_t* bytes, int64_t colum
   for (int m = 0; m < kM; ++m) y[m * y_stride] = sum_of(total[m]);
 }
 
-// The stored rows [begin, end); not inlined, so that the decoder's tables stay in registers. `held` has room for a row
-// of scales.
+// Multiplies the stored rows [begin, end). Not inlined, so that the decoder's tables stay in registers. `held` is a
+// buffer for a row of scales.
 template <int kM, typename D>
 __attribute__((noinline)) void dot_rows(const D& shared, const Matrix& w, int64_t begin, int64_t end, const float* x,
                                         int64_t width, bool along, float* held, float* y, int64_t y_stride) {
@@ -99,7 +99,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
       int64_t rows = end - n;
       const float* operand = packed;
       if (!along) {
-        // The scales of a block of rows go to x.
+        // Multiply x by the scales of a block of rows.
         rows = min(rows, unit);
         operand = scaled;
         for (int64_t c = 0; c < p.k; c += kLine) {

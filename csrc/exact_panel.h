@@ -1,4 +1,4 @@
-// Any product in float32: a slab of the matrix is decoded into a panel, which is multiplied by many rows of x.
+// Any product in float32: decodes a slab of the matrix into a panel and multiplies it by many rows of x.
 #ifndef LOWBIT_EXACT_PANEL_H_
 #define LOWBIT_EXACT_PANEL_H_
 
@@ -7,9 +7,9 @@
 namespace lowbit::LOWBIT_ISA {
 
 constexpr int kTileLanes = kTileVectors * kLanes;
-constexpr int64_t kPanelDepth = kLanes == 16 ? 128 : 256;  // of k: the part of a panel as wide as a tile stays in L1
+constexpr int64_t kPanelDepth = kLanes == 16 ? 128 : 256;  // along k: a tile's width of the panel stays in L1
 
-// tile[r, :] = sum over k of a[r * a_row + k * a_step] * b[k, :]; not inlined, so that all sums stay in registers.
+// tile[r, :] = sum over k of a[r * a_row + k * a_step] * b[k, :]. Not inlined, so that all sums stay in registers.
 template <int kRows, int kWidth>
 __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step,
                                              const float* b, float* tile) {
@@ -30,7 +30,7 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
   }
 }
 
-// The scaled values of a line of `rows` stored rows, in the decoder's order: vector i of row r goes to
+// Decodes and scales a line of `rows` stored rows, in the decoder's order: vector i of row r goes to
 // out + r * row_step + vector_at[i].
 template <typename D>
 LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, int64_t rows, int64_t column,
@@ -62,7 +62,7 @@ LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, 
   }
 }
 
-// First stored axis contracted: the panel is (k, columns), x is packed by tiles of rows as (slab, tile, k, row).
+// Contracts the first stored axis: the panel is (k, columns), and x is packed by tiles of rows as (slab, tile, k, row).
 template <typename D>
 bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                         const Parallel& parallel) {
@@ -126,8 +126,8 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
   return true;
 }
 
-// Last stored axis contracted: vectors run along the rows of x, packed as (slab, tile, k, row) with k in the decoder's
-// order, and each decoded value is broadcast. kWidth vectors of rows of x and kRows stored rows make a tile.
+// Contracts the last stored axis: vectors run along the rows of x, packed as (slab, tile, k, row) with k in the
+// decoder's order, and each decoded value is broadcast. A tile is kWidth vectors of rows of x times kRows stored rows.
 template <int kWidth, typename D>
 bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                        const Parallel& parallel) {
@@ -163,7 +163,7 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
       return;
     }
     memset(sums, 0, static_cast<size_t>(kStored * width) * 4);
-    if (rows < kStored) memset(panel, 0, sizeof(panel));  // tiles are multiplied whole
+    if (rows < kStored) memset(panel, 0, sizeof(panel));  // whole tiles are multiplied
     const int64_t vector_at[kVectors] = {0, kLanes, 2 * kLanes, 3 * kLanes};
     for (int64_t slab = 0; slab < depth; slab += kDepth) {
       const int64_t steps = min(kDepth, depth - slab);

@@ -1,5 +1,5 @@
-// Products in float32 with few rows of x, the first stored axis contracted: each stored row, times its element of x, is
-// added to y.
+// Products in float32 with few rows of x that contract the first stored axis: each stored row, times its element of x,
+// is added to y.
 #ifndef LOWBIT_EXACT_STREAM_H_
 #define LOWBIT_EXACT_STREAM_H_
 
@@ -7,27 +7,27 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-// Stored rows read side by side, from left to right: as many streams as memory likes. More rows of x have more sums to
-// load and store for each group; yet rows are often 4 KB apart, and L1 holds only 8 such lines.
+// Stored rows that are read in parallel, from left to right: as many streams as memory handles well. With more rows of
+// x, larger groups save loads and stores of sums; but rows are often 4 KB apart, and L1 holds only 8 such lines.
 template <int kM>
 constexpr int64_t kGroupRows = kM == 1 ? 8 : 16;
 
-// Are the scales constant along lines of a row, or along groups of rows?
+// Whether scales are constant along lines of a row, or along groups of rows.
 inline bool stream_fits(const Weights& w) {
   const bool along = w.col_span == 1 && w.row_span >= 8;
   const bool across = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns);
   return along || across;
 }
 
-// What the rows of a group are multiplied by: row r of it and row m of x, in block b of the columns.
+// What the rows of a group are multiplied by: for row r of the group and row m of x, in block b of the columns.
 struct Factors {
   const float* at;
-  int64_t row_step, m_step;  // from block to block it is 1
+  int64_t row_step, m_step;  // the step between blocks is 1
   int64_t block_lines;
 };
 
-// Where the sums of a block of rows go: `partial` (kM, width) in the decoder's order from its first group of rows to
-// its last, which adds them to `sums` (kM, width) in the order of columns, times `scales` if there are any.
+// Where the sums of a block of rows are accumulated: in `partial` (kM, width), in the decoder's order. The last group
+// of rows adds them to `sums` (kM, width), in column order, times `scales` if there are any.
 struct Sums {
   float* partial;
   float* sums;
@@ -37,16 +37,16 @@ struct Sums {
 };
 
 // sums += factor * levels of `rows` stored rows, in whole lines. kRows is their number if it is a constant, else 0.
-// Not inlined: this is the loop that must keep its tables in registers.
+// Not inlined, so that the tables of this loop stay in registers.
 template <int kM, bool kAlong, int kRows, typename D>
 __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, int64_t row_bytes, int64_t any_rows,
                                         int64_t lines, const Factors& factors, const Sums& where) {
-  const Sums to = where;  // a copy, which the stores below can not change
+  const Sums to = where;  // a copy that the stores below cannot alias
   const int64_t rows = kRows > 0 ? kRows : any_rows;
   const int64_t row_step = kAlong ? 1 : factors.row_step, m_step = factors.m_step;
   const float* factor = factors.at;
   int64_t in_block = 0;
-  // Every other row may have its factor in the decoder's tables, and is added.
+  // Every other row may have its factor in the decoder's tables, and needs only an addition.
   constexpr bool kTimes = D::kTimes && kM == 1 && kAlong && kRows > 0;
   constexpr int kTables = kTimes ? kRows / 2 : 1;
   NibbleVectors tables[kTables];
@@ -56,7 +56,7 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
   for (int64_t line = 0; line < lines; ++line) {
     const int64_t offset = line * kLineBytes<D>;
     if (offset % 64 < kLineBytes<D>) {
-      // The same place in the next group, or a little further on in this one.
+      // The same offset in the next group, or a little ahead in this one.
       int64_t ahead = kM == 1 ? rows * row_bytes : 256;
       if (kM > 1 && offset + ahead >= row_bytes) ahead += (rows - 1) * row_bytes;
       for (int64_t r = 0; r < rows; ++r) prefetch(bytes + r * row_bytes + offset + ahead);
@@ -99,8 +99,8 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
   }
 }
 
-// The rows [begin, end) of the matrix times x (kM, k), to sums (kM, width). `scaled` has room for the factors, to which
-// scales across go.
+// sums (kM, width) = x (kM, k) times the rows [begin, end) of the matrix. `scaled` is a buffer for the factors, which
+// include scales across the contracted axis.
 template <int kM, bool kAlong, typename D>
 void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, int64_t begin, int64_t end, float* sums,
                  float* partial, float* scaled) {
@@ -133,7 +133,7 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
         add_rows<kM, kAlong, 0>(decoder, w.row(row), row_bytes, rows, lines, factors, to);
       }
       if (rest > 0) {
-        // The last columns of the rows, copied where a whole line can be read.
+        // The last columns of the rows, copied so that a whole line can be read.
         uint8_t line[kGroup * kLineBytes<D>] = {};
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t from = lines * kLineBytes<D>;
@@ -148,19 +148,19 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
   }
 }
 
-// The same for one row of x and codes of one or two bits: the codes of several rows in one column are a number of four
-// bits, and all that they can add to y stands in a table of 16 sums. One look-up takes the place of kTableRows
-// multiplications. `nibbles` has room for kTableGroup rows.
+// The same for one row of x and codes of one or two bits: the codes of several rows in one column form a 4-bit index
+// into a table of the 16 sums that they can add to y. One lookup replaces kTableRows multiplications. `nibbles` is a
+// buffer for kTableGroup rows.
 constexpr int64_t kTableGroup = 16;
 
 template <typename D>
 struct Nibbles {
   static constexpr int64_t kBytes = sizeof(Words), kPlane = 2 * kBytes;
-  static constexpr int64_t kChunk = D::kTableRows * kPlane;  // columns that are regrouped at a time
+  static constexpr int64_t kChunk = D::kTableRows * kPlane;  // columns regrouped at a time
   static int64_t width(int64_t columns) { return round_up(columns, kChunk); }
 };
 
-// nibbles = the codes of kTableRows rows, regrouped
+// nibbles = regrouped codes of kTableRows rows
 template <typename D>
 LOWBIT_INLINE void regroup_rows(const uint8_t* const rows[], int64_t row_bytes, int64_t ahead, uint8_t* nibbles) {
   constexpr int64_t kBytes = Nibbles<D>::kBytes;
@@ -237,7 +237,7 @@ template <typename D>
 bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                    const Parallel& parallel) {
   const int64_t width = round_up(p.n, kLine);
-  // Each share of the rows has sums of its own. Shares end where blocks do, if there are enough.
+  // Each share of the rows has its own sums. Shares end at block boundaries, if there are enough blocks.
   const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : 64;
   const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n * p.m));
   const int64_t tasks = shares.count;

@@ -8,27 +8,27 @@ namespace lowbit::LOWBIT_ISA {
 
 // ---- x to int8
 
-// Four values of x beside each other as the dots want them.
+// Stores four values of x in the order that the dot products need.
 template <int kBytesOfX>
 LOWBIT_INLINE void put_x(int8_t a, int8_t b, int8_t c, int8_t d, uint8_t* out) {
   if constexpr (kBytesOfX == 4) {
     const int8_t bytes[4] = {a, b, c, d};
     memcpy(out, bytes, 4);
   } else {
-    // The even bytes of a dword of the panel become words by a mask, the odd ones by a shift.
+    // In the panel, a mask extends the even bytes of a dword to words, a shift the odd ones.
     const int16_t words[4] = {a, c, b, d};
     memcpy(out, words, 8);
   }
 }
 
-// One row of x in int8, with its seeds and scales, [block][row].
+// Quantizes one row of x to int8, with its seeds and scales [block][row].
 template <typename D>
 void quantize_row(const FastTiling& tiling, const float* x, int64_t k, int64_t m, int64_t rows, int8_t* q,
                   int32_t* seeds, float* scales) {
   for (int64_t b = 0; b < tiling.blocks; ++b) {
     const int64_t begin = b * tiling.block, end = min(begin + tiling.block, k);
     const int64_t whole = begin + (end - begin) / kLanes * kLanes, rest = end - whole;
-    // The bits of a float without its sign order like the numbers, with infinity and NaN on top.
+    // Without the sign, the bits of floats compare like the numbers, with infinity and NaN on top.
     I tops{};
     for (int64_t i = begin; i < whole; i += kLanes) tops = max(tops, as_ints(load(x + i)) & 0x7fffffff);
     if (rest > 0) tops = max(tops, as_ints(load(x + whole, rest)) & 0x7fffffff);
@@ -58,7 +58,7 @@ void quantize_row(const FastTiling& tiling, const float* x, int64_t k, int64_t m
   memset(q + k, 0, static_cast<size_t>(tiling.slabs * tiling.slab - k));
 }
 
-// Spreads it over its places in `packed`: [slab][row tile][group of 4 k][row of tile].
+// Writes the row to `packed`: [slab][row tile][group of 4 k][row of tile].
 template <typename D>
 void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t rows, const int8_t* q, uint8_t* packed) {
   constexpr int kSize = x_bytes(D::kSmall), kRows = fast_rows(D::kSmall), kPer = D::kPerByte;
@@ -82,7 +82,7 @@ void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t r
 
 // ---- Weights to a panel: [group of vectors][group of 4 k][vector]
 
-// Each code of the stored bytes to place(i).
+// Writes the i-th codes of the stored bytes to place(i).
 template <typename D, int i = 0, typename Place>
 LOWBIT_INLINE void put_bytes(Bytes codes, const Place& place) {
   if constexpr (i < D::kPerByte) {
@@ -91,13 +91,13 @@ LOWBIT_INLINE void put_bytes(Bytes codes, const Place& place) {
   }
 }
 
-constexpr int64_t kGroupBytes = kFastVectors * kBytes;  // of a panel for four k
+constexpr int64_t kGroupBytes = kFastVectors * kBytes;  // bytes of a panel for four k
 
 LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) {
   return panel + vector / kFastVectors * (depth / 4) * kGroupBytes + vector % kFastVectors * kBytes;
 }
 
-// First axis contracted, four stored rows at a time. Lane l of vector j * kPerByte + i is column
+// For contracting the first axis: four stored rows at a time. Lane l of vector j * kPerByte + i is column
 // (j * kLanes + l) * kPerByte + i of the tile.
 template <typename D>
 void panel_of_rows(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
@@ -126,7 +126,7 @@ void panel_of_rows(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint
   }
 }
 
-// Last axis contracted: a dword of each of kLanes stored rows at a time.
+// For contracting the last axis: a dword of each of kLanes stored rows at a time.
 template <typename D>
 void panel_of_columns(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
   constexpr int64_t kUnit = 4 * D::kPerByte;
@@ -155,7 +155,7 @@ void panel_of_columns(const Matrix& w, int64_t k, int64_t depth, int64_t tile, u
   }
 }
 
-// The scales of a tile for the block at k, in the order of the panel's columns; zeros beyond the last column.
+// The scales of a tile for the block at k, in the order of the panel's columns, padded with zeros.
 template <typename D>
 void panel_scales(const Matrix& w, bool contract_last, int64_t k, int64_t tile, float* out) {
   if (contract_last) {

@@ -1,4 +1,4 @@
-// Products of one row of x in int8. Nothing is used twice, so weights go from memory to the sums without a panel.
+// Products with one row of x in int8. No weight is reused, so weights are decoded in registers, without a panel.
 #ifndef LOWBIT_FAST_ROW_H_
 #define LOWBIT_FAST_ROW_H_
 
@@ -8,15 +8,15 @@ namespace lowbit::LOWBIT_ISA {
 
 #if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
 
-constexpr int64_t kFastGroup = 8;  // stored rows side by side
+constexpr int64_t kFastGroup = 8;  // stored rows read in parallel
 
 template <typename D>
 bool one_row_fits(const Matmul& p, const FastTiling& tiling) {
   return p.m == 1 && (!p.contract_last || !tiling.blocked || tiling.block % (kBytes * D::kPerByte) == 0);
 }
 
-// Where the sums of a block of rows go, in the order of a panel's columns: `partial` from its first group of rows to
-// its last, which adds them to `sums`, times the scale of x and, if there are any, those of the columns.
+// Where the sums of a block of rows are accumulated, in the order of a panel's columns: in `partial`. The last group of
+// rows adds them to `sums`, times the scale of x and, if there are any, those of the columns.
 struct FastSums {
   int32_t* partial;
   float* sums;
@@ -25,7 +25,7 @@ struct FastSums {
   int32_t seed;
 };
 
-// Are levels multiplied with their offset, which sums then begin without?
+// Whether levels include their offset in the products; then sums start at minus its contribution.
 template <typename D>
 constexpr bool kSeeded = D::kSmall || !kSignedDots;
 
@@ -56,11 +56,11 @@ LOWBIT_INLINE void add_codes(Bytes a, Bytes b, I xa, I xb, const FastSums& to, i
   }
 }
 
-// kFastGroup stored rows (of which the last may be the same) times q, in `parts` of kBytes.
+// Adds kFastGroup stored rows times q, kBytes of each row at a time. The last rows may be repeated, with q = 0.
 template <typename D, bool kFirst, bool kLast>
 __attribute__((noinline)) void add_fast_rows(const uint8_t* const rows[kFastGroup], int64_t parts, int64_t ahead,
                                              const int8_t* q, const FastSums& where) {
-  const FastSums to = where;  // a copy, which the stores can not change
+  const FastSums to = where;  // a copy that the stores cannot alias
   const I xa = splat(q), xb = splat(q + 4);
   for (int64_t part = 0; part < parts; ++part) {
     Bytes v[kFastGroup];
@@ -76,7 +76,7 @@ __attribute__((noinline)) void add_fast_rows(const uint8_t* const rows[kFastGrou
   }
 }
 
-// The stored rows [begin, end) times q, to sums.
+// sums = q times the stored rows [begin, end)
 template <typename D>
 bool fast_stream(const FastTiling& tiling, const Matrix& w, const int8_t* q, const float* x_scales, int64_t begin,
                  int64_t end, float* sums) {
@@ -99,7 +99,7 @@ bool fast_stream(const FastTiling& tiling, const Matrix& w, const int8_t* q, con
     }
     for (int64_t row = block; row < block_end; row += kFastGroup) {
       const int64_t count = min(kFastGroup, block_end - row);
-      int8_t group[kFastGroup] = {};  // zeros for the rows that are not there
+      int8_t group[kFastGroup] = {};  // zeros for missing rows
       memcpy(group, q + row, static_cast<size_t>(count));
       const uint8_t* rows[kFastGroup];
       for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = w.row(row + min(r, count - 1));
@@ -111,7 +111,7 @@ bool fast_stream(const FastTiling& tiling, const Matrix& w, const int8_t* q, con
       };
       add(parts, kFastGroup * row_bytes, to);
       if (rest > 0) {
-        // The last bytes of the rows, copied where a whole part can be read.
+        // The last bytes of the rows, copied so that kBytes can be read.
         uint8_t ends[kFastGroup][kBytes] = {};
         for (int64_t r = 0; r < kFastGroup; ++r) {
           memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
@@ -156,7 +156,7 @@ bool fast_first(const Matmul& p, const FastTiling& tiling, const Matrix& w, cons
   return true;
 }
 
-// sum += the products of the codes of kBytes with x, [code of a byte][byte]
+// sum += the codes of kBytes times x, [code of a byte][byte]
 template <typename D, int i = 0>
 LOWBIT_INLINE void add_chunk(I& sum, Bytes codes, const int8_t* x) {
   if constexpr (i < D::kPerByte) {
@@ -165,7 +165,7 @@ LOWBIT_INLINE void add_chunk(I& sum, Bytes codes, const int8_t* x) {
   }
 }
 
-// y[n] of the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` has room for the scales of a row.
+// y[n] for the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` is a buffer for a row's scales.
 template <typename D>
 __attribute__((noinline)) void fast_dots(const FastTiling& tiling, const Matrix& w, const int8_t* x,
                                          const int32_t* seeds, const float* x_scales, int64_t begin, int64_t end,

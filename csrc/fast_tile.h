@@ -22,7 +22,7 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* p
 #else
 #if defined(LOWBIT_AVX2)
   if constexpr (kSmall) {
-    constexpr int64_t kFit = 32;  // groups: 2 * 3 * 127 * 32 is below 2^15
+    constexpr int64_t kFit = 32;  // groups whose sums fit: 2 * 3 * 127 * 32 < 2^15
     for (int64_t begin = 0; begin < groups; begin += kFit) {
       Words words[kRows][kFastVectors] = {};
       for (int64_t g = begin; g < min(begin + kFit, groups); ++g, panel += kGroupBytes, x += kRows * 4) {
@@ -62,14 +62,14 @@ struct FastTile {
   const uint8_t* panel;
   const uint8_t* x;
   int64_t groups;
-  bool first;             // of all blocks, or of the slabs of the only one
+  bool first;             // the first block, or the first slab of the only one
   const int32_t* seeds;   // of the rows
   const float* x_scales;  // of the rows
   const float* scales;    // of the columns
   void* sums;             // [row][kFastColumns] int32, or float if blocked
 };
 
-// A function of its own: inlined into a large one, GCC 12 keeps the sums in memory.
+// Not inlined: in a large function, GCC 12 keeps the sums in memory.
 template <int kRows, bool kSmall, bool kBlocked>
 __attribute__((noinline)) void fast_tile(const FastTile& t) {
   I sums[kRows][kFastVectors];
@@ -96,14 +96,14 @@ __attribute__((noinline)) void fast_tile(const FastTile& t) {
 
 // ---- Tiles of columns
 
-// A product's x in int8.
+// The x of a product in int8.
 struct FastX {
   const uint8_t* packed;
   const int32_t* seeds;  // [block][m]
   const float* scales;   // [block][m]
 };
 
-// Sums of the tiles [begin, end) to y, in the order of its columns. `scales` has room for those of a tile.
+// Writes the sums of the tiles [begin, end) to y, in column order. `scales` is a buffer for the scales of a tile.
 template <typename D, bool kBlocked>
 void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x, int64_t batch,
                  int64_t begin, int64_t end, const float* sums, float* scales) {
@@ -130,7 +130,7 @@ void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, con
   }
 }
 
-// The tiles [begin, end) of the columns of one product.
+// Computes the tiles [begin, end) of the columns of one product.
 template <typename D, bool kBlocked>
 bool fast_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x, int64_t batch,
                 int64_t begin, int64_t end) {

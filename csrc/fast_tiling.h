@@ -6,8 +6,8 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-constexpr int64_t kWholeRow = 65536;  // 128 * 127 * this is below 2^31
-constexpr int64_t kTileBytes = 64;    // of stored rows that make a tile of columns: a cache line
+constexpr int64_t kWholeRow = 65536;  // 128 * 127 * kWholeRow < 2^31
+constexpr int64_t kTileBytes = 64;    // of each stored row in a tile of columns: a cache line
 
 // The register tile, and the bytes that four values of x take.
 #if defined(LOWBIT_AVX512)
@@ -25,10 +25,10 @@ constexpr int x_bytes(bool) { return 8; }
 #endif
 constexpr int kFastColumns = kFastVectors * kLanes;
 
-// How a product is divided. All lengths along k are multiples of the unit of k that is decoded at once.
+// How a product is divided. All lengths along k are multiples of `unit`.
 struct FastTiling {
-  bool blocked;   // else one block, whose integer sums are kept until the end
-  int64_t unit;   // of k in one dword of stored bytes (last axis contracted) or in four rows
+  bool blocked;   // otherwise one block, whose integer sums are kept until the end
+  int64_t unit;   // of k decoded at once: in a dword of stored bytes (last axis contracted) or four rows
   int64_t block;  // of k that share a scale of x
   int64_t blocks;
   int64_t slab;  // of k in a panel; a multiple of the block if blocked
@@ -37,7 +37,7 @@ struct FastTiling {
   int64_t tiles;    // of all columns
 };
 
-// False where scales vary inside what would be an integer sum.
+// Returns false if scales vary within an integer sum.
 template <typename D>
 bool make_tiling(const Matmul& p, FastTiling& tiling) {
   const int64_t across = p.contract_last ? p.w.row_span : p.w.col_span;

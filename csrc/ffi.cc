@@ -1,4 +1,4 @@
-// The targets that JAX calls: every operand is checked here, and the kernels of this machine are chosen.
+// The FFI targets that JAX calls: they check every operand and call the kernels for this machine.
 
 #include "xla/ffi/api/ffi.h"
 
@@ -46,7 +46,7 @@ void* scratch(Scratch slot, size_t bytes) {
 
 namespace {
 
-// Shared by the caller and its helpers; a helper that starts late finds no task left and releases it.
+// Shared by the calling thread and its helpers; a helper that starts late finds no task left and releases it.
 struct Work {
   int64_t n;
   Parallel::Task task;
@@ -101,7 +101,7 @@ bool has_avx512() {
 }
 
 struct Choice {
-  const Kernels* kernels;  // null: there is none, for the reason in `error`
+  const Kernels* kernels;  // null if none can run, for the reason in `error`
   std::string error;
 };
 
@@ -138,8 +138,8 @@ bool has_shape(const ffi::AnyBuffer& b, std::initializer_list<int64_t> shape) {
   return dims.size() == shape.size() && std::equal(dims.begin(), dims.end(), shape.begin());
 }
 
-// A stack of matrices, whatever axes it has in front. It is taken as it comes: a reshape of a value that is updated in
-// place would make XLA update a second copy of it.
+// A stack of matrices, with any number of leading axes. It is not reshaped in JAX: reshaping a value that is updated in
+// place would make XLA update a copy of it.
 struct Matrices {
   int64_t count, rows, columns;
 };
@@ -169,7 +169,7 @@ std::optional<Format> format_of(std::string_view name) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-// The stored side of a Weights or an Encode: format, spans and the sizes that follow from them.
+// The fields that Weights and Encode share: format, spans and the sizes that follow from them.
 template <typename Stored>
 ffi::Error set_layout(std::string_view format, int64_t layers, int64_t rows, int64_t columns, int64_t row_span,
                       int64_t col_span, Stored& w) {
@@ -197,7 +197,7 @@ struct Stored {
   int64_t columns, row_span, col_span;
 };
 
-// The scales themselves, or their codes and what decodes them.
+// The scales, or their codes and the values to decode them.
 ffi::Error set_scales(const Stored& s, Weights& w) {
   w.scales = nullptr;
   w.scale_codes = nullptr;
@@ -254,8 +254,7 @@ ffi::Error finished(bool done) {
 
 // ---- Handlers
 
-// What products, look-ups and sums of squares have in common: a handler `run(pool, x, stored, w, ...)` is called with
-// the checked weights.
+// Common to products, lookups and sums of squares: checks the weights and calls `run(pool, x, stored, w, ...)`.
 template <auto run>
 struct OnStored {
   template <typename... Rest>
@@ -428,7 +427,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_encode, lowbit::encode,
 // The names of the targets above, which Python registers.
 LOWBIT_EXPORT const char* lowbit_targets() { return "lowbit_matmul,lowbit_take,lowbit_squares,lowbit_encode"; }
 
-// The instruction set in use, or an empty text if the forced one cannot run here.
+// The instruction set in use, or an empty string if the forced one cannot run here.
 LOWBIT_EXPORT const char* lowbit_isa() {
   return lowbit::choice().kernels == nullptr ? "" : lowbit::choice().kernels->name;
 }

@@ -1,4 +1,4 @@
-// The drivers compiled for one instruction set, which the including file names in LOWBIT_ISA.
+// The drivers, compiled for the instruction set that the including file names in LOWBIT_ISA.
 
 #include "encode.h"
 #include "matmul_exact.h"

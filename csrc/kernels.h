@@ -1,7 +1,7 @@
-// What a kernel is asked to do, and the table of kernels that each instruction set fills.
+// The arguments of each kernel, and the table of kernels that each instruction set provides.
 //
-// Nothing here may pull in code of the standard library: this header is compiled once per instruction set, and the
-// linker keeps one copy of an inline function, which might be one that the machine cannot run.
+// Nothing here may include code of the standard library: this header is compiled once per instruction set, and the
+// linker keeps one copy of an inline function, which may use instructions that the machine lacks.
 #ifndef LOWBIT_KERNELS_H_
 #define LOWBIT_KERNELS_H_
 
@@ -21,17 +21,17 @@ constexpr int codes_per_byte(Format format) {
 //
 //   level[code(l, r, c)] * scale(l, r / row_span, c / col_span)
 //
-// where `code` is packed along the columns, the first in the highest bits of a byte.
+// where codes are packed along the columns, the first one in the highest bits of a byte.
 struct Weights {
   Format format;
   int64_t layers, rows, columns;
   int64_t row_bytes;           // ceil(columns / codes per byte)
-  int64_t row_span, col_span;  // at least 1; the whole axis is its length (or 1 where that is 0)
-  int64_t scale_layers;        // layers, or 1: all layers share their scales
+  int64_t row_span, col_span;  // at least 1; for the whole axis, its length (or 1 if that is 0)
+  int64_t scale_layers;        // layers, or 1 if all layers share their scales
   int64_t scale_rows, scale_cols;
   const uint8_t* codes;  // [layers, rows, row_bytes]
-  const float* scales;   // [scale_layers, scale_rows, scale_cols], null if these are codes themselves:
-  //   scale = scale_map[scale_codes[i]] * group_absmax[i / kScaleGroup] + offset,  i the position in the matrix
+  const float* scales;   // [scale_layers, scale_rows, scale_cols]; null if scales are quantized (double_quant):
+  //   scale = scale_map[scale_codes[i]] * group_absmax[i / kScaleGroup] + offset,  i is the index in the matrix
   const uint8_t* scale_codes;
   const float* group_absmax;  // [scale_layers, groups]
   const float* offset;        // [scale_layers]
@@ -71,7 +71,7 @@ struct Squares {
   float* size;
 };
 
-// codes and scales (float32) of x; the spans are those of Weights.
+// Codes and float32 scales of x; spans as in Weights.
 struct Encode {
   Format format;
   int64_t layers, rows, columns;
@@ -84,7 +84,7 @@ struct Encode {
   float* scales;   // [layers, scale_rows, scale_cols]
 };
 
-// Runs tasks on a pool of threads; the calling thread takes its share.
+// Runs tasks on a thread pool; the calling thread runs tasks too.
 class Parallel {
  public:
   using Task = void (*)(const void* context, int64_t i);
@@ -94,7 +94,7 @@ class Parallel {
 
   int64_t threads() const { return threads_; }
 
-  // task(i) for each i in [0, n), in any order, at the same time; returns when all are done.
+  // Runs task(i) for each i in [0, n), concurrently and in any order; returns when all are done.
   template <typename F>
   void each(int64_t n, const F& task) const {
     if (n <= 1 || threads_ <= 1) {
@@ -110,15 +110,15 @@ class Parallel {
   void (*run_)(void*, int64_t, int64_t, Task, const void*);
 };
 
-// Memory that a thread keeps from call to call, aligned to 64 bytes, contents undefined; null if there is none.
-// A second request for the same slot by the same thread takes the first one's place.
+// Uninitialized memory that a thread reuses between calls, aligned to 64 bytes; null if out of memory.
+// A second request for the same slot by the same thread invalidates the first.
 enum class Scratch { call_x, call_y, call_pack, call_sums, task_panel, task_sums, task_scales, count };
 void* scratch(Scratch slot, size_t bytes);
 
 struct Kernels {
   const char* name;
   bool (*matmul)(const Matmul&, const Parallel&);       // false: out of memory
-  bool (*matmul_fast)(const Matmul&, const Parallel&);  // int8 activations. false: not for this problem, call matmul
+  bool (*matmul_fast)(const Matmul&, const Parallel&);  // int8 activations. false: not supported, call matmul
   bool (*take)(const Take&, const Parallel&);           // false: out of memory
   bool (*squares)(const Squares&, const Parallel&);     // false: out of memory
   bool (*encode)(const Encode&, const Parallel&);       // false: out of memory

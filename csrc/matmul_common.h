@@ -1,5 +1,5 @@
-// What all products share: constants as types, memory, how work is divided over threads, the scales of a line, and the
-// loop over the matrices of a batch.
+// Shared by all products: constants as types, scratch memory, division of work over threads, the scales of a line, and
+// the loop over the matrices of a batch.
 #ifndef LOWBIT_MATMUL_COMMON_H_
 #define LOWBIT_MATMUL_COMMON_H_
 
@@ -12,7 +12,7 @@ struct Constant {
   static constexpr int value = N;
 };
 
-// run(Constant<n>) for n in 1..kMax.
+// Calls run(Constant<n>) for n in 1..kMax.
 template <int kMax, typename Run>
 LOWBIT_INLINE void with_constant(int64_t n, const Run& run) {
   if constexpr (kMax > 1) {
@@ -26,13 +26,13 @@ LOWBIT_INLINE T* buffer(Scratch slot, int64_t count) {
   return static_cast<T*>(scratch(slot, static_cast<size_t>(count) * sizeof(T)));
 }
 
-constexpr int64_t kAloneWork = 300000;  // multiplications that take less time than another thread needs to start
-constexpr int64_t kShareWork = 50000;   // that outweigh the cost of a task
+constexpr int64_t kAloneWork = 300000;  // multiplications that take less time than starting another thread
+constexpr int64_t kShareWork = 50000;   // multiplications that outweigh the overhead of a task
 
-constexpr int64_t kDotAhead = 2048;  // bytes to prefetch: rows follow each other in memory
+constexpr int64_t kDotAhead = 2048;  // bytes to prefetch ahead: rows are contiguous in memory
 
-// Work of `units` divided for threads that begin late or are held up: large shares first, small ones to end together.
-// It depends on the number of threads alone, and with it the order of sums.
+// Divides `units` of work for threads that start late or stall: large shares first, small ones last, so that all
+// threads finish together. The division, and so the order of sums, depends only on the number of threads.
 struct Shares {
   static constexpr int64_t kMost = 512;
   int64_t count = 0;
@@ -51,7 +51,7 @@ struct Shares {
 template <typename D>
 constexpr int kLineBytes = kLine / D::kPerByte;
 
-// A line at the end of a row, whose missing bytes must not be read.
+// The last line of a row, padded: bytes past the end of the row must not be read.
 template <typename D>
 struct PaddedLine {
   alignas(64) uint8_t bytes[kLine];
@@ -61,7 +61,7 @@ struct PaddedLine {
   }
 };
 
-// The scales of a line of columns from `column` on, in the decoder's order.
+// The scales of the line of columns that starts at `column`, in the decoder's order.
 template <typename D>
 LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t column, F s[kVectors]) {
   const int64_t columns = min(kLine, w.w.columns - column), span = w.w.col_span;
@@ -86,7 +86,7 @@ LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t colum
   for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(spread + i * kLanes));
 }
 
-// multiply(layer, x, y, parallel) for each matrix of the batch, with x and y in float32.
+// Calls multiply(layer, x, y, parallel) for each matrix of the batch, with x and y in float32.
 template <typename Multiply>
 bool each_product(const Matmul& p, const Parallel& parallel, const Multiply& multiply) {
   const int64_t x_size = p.m * p.k, y_size = p.m * p.n;

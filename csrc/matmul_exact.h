@@ -1,6 +1,6 @@
 // Products in float32, in three forms: stream, dot and panel.
 //
-// x and y are float32 there, of shape (m, k) and (m, n); scales are applied where the fewest multiplications are.
+// x and y are float32, of shape (m, k) and (m, n). Scales are applied where that takes the fewest multiplications.
 #ifndef LOWBIT_MATMUL_EXACT_H_
 #define LOWBIT_MATMUL_EXACT_H_
 
@@ -15,7 +15,7 @@ bool matmul_one(const D& decoder, const Matmul& p, const Matrix& w, const float*
                 const Parallel& parallel) {
   if (p.contract_last) {
     if (p.m <= kDotRows && dot_fits(p.w)) return matmul_dot(decoder, p, w, x, y, parallel);
-    // As many vectors as leave the fewest lanes empty.
+    // The number of vectors that leaves the fewest lanes empty.
     const int64_t vectors = ceil_div(p.m, kLanes), tiles = ceil_div(vectors, kTileVectors);
     bool done = false;
     with_constant<kTileVectors>(ceil_div(vectors, tiles), [&](auto width) {

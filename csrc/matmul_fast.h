@@ -3,16 +3,15 @@
 //   y[m, n] = sum_b s[m, b] * scale[b, n] * sum_{k in block b} q[m, k] * level[k, n]
 //   s[m, b] = max_{k in b} |x[m, k]| / 127,  q[m, k] = x[m, k] * (127 / max), rounded to nearest even
 //
-// The inner sums are integers and exact, so that instruction sets and numbers of threads agree but for the rounding of
-// the outer sum. A block is the k that share a scale of the weights, or at most 512 of them; where a column has a
-// single scale, the whole row (up to kWholeRow). NF4 levels are rounded to 127ths.
-// Error relative to the product of the same codes in float32, root mean square, x normal: 6e-3 to 1.1e-2 (blocks are
-// better than whole rows). Blocks of x whose largest magnitude is below 2^-110 count as zeros; NaN and infinity make
-// their rows of y NaN.
+// The inner sums are exact integers, so results differ between instruction sets and numbers of threads only in the
+// rounding of the outer sum. A block is the k that share a scale of the weights, or at most 512 of them; if a column
+// has a single scale, the whole row (up to kWholeRow). NF4 levels are rounded to 127ths. For normal x the relative
+// rms error against the float32 product of the same codes is 6e-3 to 1.1e-2 (blocks are better than whole rows). Blocks
+// of x whose largest magnitude is below 2^-110 count as zeros; NaN and infinity make their rows of y NaN.
 //
 // Weights are decoded to unsigned bytes, level + offset, into a panel of dwords that hold four k of one column; sums
-// begin at -offset * sum_k q. The dot of such dwords is one instruction with VNNI. Without, bytes are widened to words,
-// unless levels are so small that products can be added in 16 bits.
+// start at -offset * sum_k q (the seeds). The dot product of such dwords is one instruction with VNNI. Without VNNI,
+// bytes are widened to words, unless levels are so small that products can be added in 16 bits.
 #ifndef LOWBIT_MATMUL_FAST_H_
 #define LOWBIT_MATMUL_FAST_H_
 
@@ -56,7 +55,7 @@ bool matmul_fast_as(const Matmul& p, const Parallel& parallel) {
     pack_row<D>(tiling, p.contract_last, row % p.m, p.m, q, packed + b * x_size);
     return true;
   });
-  // Long runs of memory for few rows; sums that stay in the second cache for many.
+  // Few rows: long runs of memory. Many rows: sums that stay in L2.
   const int64_t fit = max(1, 65536 / (p.m * tiling.columns));
   const int64_t run = min(fit, ceil_div(tiling.tiles, max(1, parallel.threads() / p.batch)));
   const int64_t runs = ceil_div(tiling.tiles, run);

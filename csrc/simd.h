@@ -1,5 +1,5 @@
-// A vector of floats and the few operations the drivers need, for the instruction set named in LOWBIT_ISA.
-// Vectors are added and multiplied by the compiler's own operators.
+// A vector of floats and the operations that the drivers need, for the instruction set in LOWBIT_ISA.
+// Compiler operators add and multiply vectors.
 #ifndef LOWBIT_SIMD_H_
 #define LOWBIT_SIMD_H_
 
@@ -110,7 +110,7 @@ LOWBIT_INLINE float sum_of(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 LOWBIT_INLINE float f32_of_f16(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
-  float value = static_cast<float>(fraction) * 0x1p-24f;  // right below the smallest normal number
+  float value = static_cast<float>(fraction) * 0x1p-24f;  // denormal
   uint32_t bits;
   memcpy(&bits, &value, 4);
   if (exponent > 0) bits = (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
@@ -126,7 +126,7 @@ LOWBIT_INLINE uint16_t f16_of_f32(float a) {
   if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00 | (bits >> 13 & 0x3ff));
   if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
   if (bits < 0x38800000) {
-    // Below the smallest normal number: adding 0.5 leaves the rounded fraction in the last bits.
+    // Denormal: adding 0.5 leaves the rounded fraction in the last bits.
     float small;
     memcpy(&small, &bits, 4);
     small += 0.5f;
@@ -145,7 +145,7 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
 
 #endif
 
-// ---- What is the same for all
+// ---- Common to all instruction sets
 
 constexpr int kTileRows = 6;
 
@@ -169,7 +169,7 @@ LOWBIT_INLINE uint16_t bf16_of_f32(float a) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// out[i] = float32 of x[i], x counted in elements of its type from `at`.
+// out[i] = float32(x[at + i])
 inline void to_f32(const void* x, Float type, int64_t at, int64_t count, float* out) {
   if (type == Float::f32) {
     memcpy(out, static_cast<const float*>(x) + at, static_cast<size_t>(count) * 4);
@@ -189,7 +189,7 @@ inline void to_f32(const void* x, Float type, int64_t at, int64_t count, float* 
   }
 }
 
-// The reverse, rounded to nearest even.
+// The inverse, rounded to nearest even.
 inline void from_f32(const float* x, int64_t count, void* out, Float type, int64_t at) {
   if (type == Float::f32) {
     memcpy(static_cast<float*>(out) + at, x, static_cast<size_t>(count) * 4);

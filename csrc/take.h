@@ -1,4 +1,4 @@
-// Rows of a stored matrix, decoded: look-ups by row number, y[t, c] = level[code(ids[t], c)] * scale, rounded once; and
+// Decoding rows of a stored matrix: lookups by row index, y[t, c] = level[code(ids[t], c)] * scale, rounded once; and
 // the squared error of each row against the dense one.
 #ifndef LOWBIT_TAKE_H_
 #define LOWBIT_TAKE_H_
@@ -7,7 +7,7 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-// out[i] = in[i / span], span at least 1, `count` of them
+// out[i] = in[i / span] for i < count; span >= 1
 inline void repeat(const float* in, int64_t span, int64_t count, float* out) {
   for (int64_t begin = 0; begin < count; begin += span, ++in) {
     const int64_t end = min(begin + span, count);
@@ -15,13 +15,13 @@ inline void repeat(const float* in, int64_t span, int64_t count, float* out) {
   }
 }
 
-// Call use(column, values, count) for a row, kLanes columns at a time; the values beyond `count` are zero. `factors`
-// has room for a scale of each column, and after them for the stored scales of the row.
+// Calls use(column, values, count) for a row, kLanes columns at a time; values after `count` are zero. `factors` is a
+// buffer for the scale of each column, followed by the stored scales of the row.
 template <typename D, typename Use>
 LOWBIT_INLINE void decode_row(const D& decoder, const Matrix& w, int64_t row, float* factors, const Use& use) {
   const int64_t columns = w.w.columns, span = w.w.col_span;
   const float* scales = w.scales(row / w.w.row_span, 0, w.w.scale_cols, factors + max(columns, kLanes));
-  const bool shared = span % kLine == 0 || span >= columns;  // by the columns of a line
+  const bool shared = span % kLine == 0 || span >= columns;  // by all columns of a line
   if (span > 1 && !shared) {
     repeat(scales, span, columns, factors);
     scales = factors;
@@ -78,7 +78,7 @@ inline bool take(const Take& p, const Parallel& parallel) {
 template <typename D>
 void squares_of_row(const D& decoder, const Matrix& w, int64_t row, float* factors, const float* x, float* lost,
                     float* size) {
-  constexpr int64_t kRun = 4096;  // columns that are added up in floats; runs are in double
+  constexpr int64_t kRun = 4096;  // columns summed in float; sums of runs are added in double
   double all_lost = 0, all_size = 0;
   F some_lost{}, some_size{};
   decode_row(decoder, w, row, factors, [&](int64_t at, F v, int64_t lanes) {

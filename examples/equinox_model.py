@@ -1,7 +1,7 @@
 """An Equinox transformer, quantized in one line.
 
 An Equinox model is a pytree with functions among its leaves, which `quantize_tree` keeps. Its weights are (out, in),
-which `fn=` finds out, and so does the name `weight`. Run it: python examples/equinox_model.py
+as `fn=` shows, and so does the name `weight`. Run it: python examples/equinox_model.py
 """
 
 import equinox as eqx
@@ -64,7 +64,7 @@ def main() -> tuple[LanguageModel, lowbit.Report, jax.Array, float]:
     model, report = lowbit.quantize_tree(model, rules, fn=forward, args=(IDS,))
     print(report)
 
-    # `filter_jit`, since `jax.jit` does not take a model with functions in it. Going dense would raise here.
+    # `filter_jit`, since `jax.jit` does not accept a model with functions in it. Going dense would raise here.
     with lowbit.materialization("error"):
         got = eqx.filter_jit(lowbit.implicit(forward))(model, IDS)
 

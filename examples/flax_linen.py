@@ -49,7 +49,7 @@ def main() -> tuple[Any, lowbit.Report, jax.Array, float]:
     params, report = lowbit.quantize_tree(params, rules, fn=model.apply, args=(IDS,))
     print(report)
 
-    # `implicit` lets `apply` take quantized leaves. Going dense would raise here.
+    # `implicit` lets `apply` accept quantized leaves. Going dense would raise here.
     with lowbit.materialization("error"):
         got = jax.jit(lowbit.implicit(model.apply))(params, IDS)
 

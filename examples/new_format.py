@@ -16,7 +16,7 @@ from lowbit import formats
 
 @formats.stored
 class Array6B(lowbit.QuantizedArray):
-    high: jax.Array  # one more component, beside `codes` and `scales`
+    high: jax.Array  # one more component, in addition to `codes` and `scales`
 
     packing: ClassVar = {"codes": 2, "high": 4}  # codes per byte
 
@@ -45,8 +45,8 @@ def main():
     q = lowbit.FORMATS["int6"].quantize(w)
     x = jax.random.normal(jax.random.key(1), (4, 4096))
     print(q)
-    print(f"{8 * q.nbytes / q.size} bits a weight, rms error {jnp.std(q.materialize() - w):.4f}")
-    # Products, gradients, scans and slices come with the base class.
+    print(f"{8 * q.nbytes / q.size} bits per weight, rms error {jnp.std(q.materialize() - w):.4f}")
+    # The base class provides products, gradients, scans and slices.
     print("x @ q:", jnp.linalg.norm(x @ q - x @ w) / jnp.linalg.norm(x @ w))
     print("gradient:", jax.grad(lambda x: (x @ q).sum())(x).shape, "transposed:", q.T.shape, "row:", q[5].shape)
 

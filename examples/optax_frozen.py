@@ -1,7 +1,7 @@
-"""Train what is left beside frozen weights: adapters, norms and biases with optax, over an NF4 model.
+"""Train adapters, norms and biases with optax, over the frozen NF4 weights of a model.
 
-The weights stay in 4 bits and no step changes one of them. Gradients and the optimizer's state exist for the other
-leaves only, which is most of the memory of training. Run it: python examples/optax_frozen.py
+The weights stay in 4 bits and no step changes them. Only the other leaves have gradients and optimizer state, which
+saves most of the memory of training. Run it: python examples/optax_frozen.py
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """A transformer in plain dicts: layers stacked and scanned, quantized in one line.
 
-The names of its weights do not tell their layout, and two of them are stored (out, in). From `fn=` lowbit finds the
+The names of its weights do not show their layout, and two of them are stored (out, in). From `fn=` lowbit finds the
 contracted axis of each weight, along which scales are shared. Run it: python examples/plain_pytree.py
 """
 
@@ -49,7 +49,7 @@ def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
 
 def forward(params: dict[str, Any], ids: jax.Array) -> jax.Array:
     x, _ = jax.lax.scan(layer, params["embed"][ids], params["layers"])
-    return rms_norm(x, params["norm_out"]) @ params["embed"].T  # logits, by the tied embedding
+    return rms_norm(x, params["norm_out"]) @ params["embed"].T  # logits, with the tied embedding
 
 
 def main() -> tuple[dict[str, Any], lowbit.Report, jax.Array, float]:

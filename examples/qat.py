@@ -142,7 +142,7 @@ def compare(seed: int, formats: Sequence[Any], steps: int, size: int) -> list[li
 def main(seeds: int = 3, formats: Sequence[Any] = FORMATS, steps: int = 400, size: int = 8000) -> list[Any]:
     losses = np.array([compare(seed, formats, steps, size) for seed in range(seeds)])
     trained, stored, rounded = np.moveaxis(losses, 2, 0)  # (seeds, formats) each
-    dense = trained[:, :1]  # the first is float32
+    dense = trained[:, :1]  # the first format is float32
     over = 100 * (trained / dense - 1)
     recovered = 100 * (rounded - trained) / np.where(rounded == dense, np.nan, rounded - dense)
     print(" | ".join(f"{name:>13}" for name in COLUMNS))

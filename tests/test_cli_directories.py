@@ -125,7 +125,7 @@ def test_the_home_working_and_source_directories_are_refused_as_targets(
         tmp_path / "home": "contains your home directory",
         source: "is the source itself",
         source.parent: f"is the directory of {source}",
-        source / "out": f"lies inside {source}",
+        source / "out": f"is inside {source}",
     }.items():
         assert told in run("quantize", source, target, "--force", code=1).stderr
         with pytest.raises(ValueError, match=re.escape(told)):

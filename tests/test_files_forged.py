@@ -95,7 +95,7 @@ FORGED: dict[str, tuple[dict[str, Any], str]] = {
     "entry": ({"entries": {"w/codes": 5}}, f"{W} is 5, and not a dtype, a shape"),
     "entry null": ({"entries": {"w/codes": None}}, f"{W} is None, and not a dtype, a shape"),
     "entry more": ({"entries": {"w/codes": {"more": 1}}}, f"{W} is .*and not a dtype, a shape"),
-    "dtype": ({"entries": {"w/codes": {"dtype": "F4"}}}, f"{W} has the dtype 'F4', which is none of BOOL, U8"),
+    "dtype": ({"entries": {"w/codes": {"dtype": "F4"}}}, f"{W} has the dtype 'F4', which is not one of BOOL, U8"),
     "dtype number": ({"entries": {"w/codes": {"dtype": 5}}}, f"{W} is .*and not a dtype"),
     "shape text": ({"entries": {"w/codes": {"shape": "32"}}}, f"{W} is .*and not a dtype, a shape"),
     "shape negative": ({"entries": {"w/codes": {"shape": [-4, -8]}}}, rf"{W} has the shape \[-4, -8\]"),

@@ -40,7 +40,7 @@ def test_the_example_runs(example, monkeypatch, capsys) -> None:
     monkeypatch.setattr(lowbit.formats.table, "FORMATS", dict(lowbit.FORMATS))
     monkeypatch.setattr(lowbit, "FORMATS", lowbit.formats.table.FORMATS)
     example.main()
-    assert "6.5 bits a weight, rms error 0.0243" in capsys.readouterr().out
+    assert "6.5 bits per weight, rms error 0.0243" in capsys.readouterr().out
     assert len(PATH.read_text().splitlines()) < 70
 
 

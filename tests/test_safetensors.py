@@ -53,7 +53,7 @@ HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "much metadata": ({"__metadata__": {str(i): "" for i in range(200_000)}}, b"", "JSON of 200001 values"),
     "same tensor": (b'{"w":%b,"w":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4), "'w' is a duplicate key"),
     "same escaped": (b'{"w":%b,"\\u0077":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4), "is a duplicate"),
-    "metadata": ({"__metadata__": {"a": 1}}, b"", "refused by the safetensors package"),
+    "metadata": ({"__metadata__": {"a": 1}}, b"", "rejected by the safetensors package"),
     "entry": ({"w": [1]}, b"", f"{W} has no dtype, shape and data_offsets"),
     "dtype": ({"w": entry("F99")}, bytes(4), f"{W} has the dtype 'F99'"),
     "dtype list": ({"w": entry(["F32"])}, bytes(4), f"{W} has the dtype"),

@@ -20,7 +20,7 @@ class LoraArray(ImplicitArray):
     """`base + scale * (a @ b)`, in the dtype of `base`.
 
     - `base`: quantized or dense, of shape (*stack, *in, *out).
-    - `a`: (*stack, *in, rank), `b`: (*stack, rank, *out). Dense arrays of floats, for the optimizer.
+    - `a`: (*stack, *in, rank), `b`: (*stack, rank, *out). Dense floating-point arrays, for the optimizer.
     - `inputs`: the number of axes of `in`. The number of leading axes follows from the shapes, so that `vmap` and
       `scan` may add and remove them.
 
@@ -69,7 +69,7 @@ class LoraArray(ImplicitArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.a is None or self.b is None:  # one half of what `partition` returns
+        if self.a is None or self.b is None:  # one of the trees that `partition` returns
             return tuple(self.base.shape)
         return (*self.a.shape[:-1], *self.b.shape[self.layers + 1 :])
 

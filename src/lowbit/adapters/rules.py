@@ -126,7 +126,7 @@ def _tuples(x: Any) -> Any:
 def _moved(
     w: LoraArray, roles: str, fn: Callable[[Any], Any], move: Callable[[jax.Array, list[int], list[int]], jax.Array]
 ) -> Any:
-    """`fn(base)`, whose axes have these roles, with the factors after `move(factor, axes before, axes after)`.
+    """`fn(base)`, whose axes have these roles, with factors from `move(factor, axes before, axes after)`.
 
     The axes are those of the whole array that the factor has. The rank is the last axis of the factor.
     """
@@ -171,7 +171,7 @@ def _(w: LoraArray, *, dimensions: Sequence[int]) -> Any:
 def _(w: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], sharding: Any = None) -> Any:
     del sharding  # it follows from the components
     place, roles = dict(zip(broadcast_dimensions, w.roles, strict=True)), ""
-    for i in range(len(shape)):  # a new axis has the role of the one before it; a new first axis is one of layers
+    for i in range(len(shape)):  # a new axis has the role of the one before it; a new first axis is a layer axis
         roles += place.get(i, roles[-1:] or BOTH)
 
     def move(factor: jax.Array, has: list[int], keeps: list[int]) -> jax.Array:
@@ -186,7 +186,7 @@ def _(w: LoraArray, *, new_sizes: Sequence[int], dimensions: Any = None, shardin
     del sharding  # it follows from the components
     ends = [w.layers, w.layers + w.inputs, w.ndim]
     elements = [math.prod(w.shape[:end]) for end in ends]
-    # No new axis may mix roles: find where as many elements lie before a new axis as before the old border.
+    # No new axis may mix roles: find the new axes with as many elements before them as before the old boundaries.
     borders = [
         [i for i in range(len(new_sizes) + 1) if math.prod(new_sizes[:i]) == count][-1:] for count in elements[:2]
     ]
@@ -249,7 +249,7 @@ def _(
         return lax.gather(array, indices, dims, sizes, mode=mode, fill_value=fill_value, **hints)
 
     base = apply(lambda base: taken(base, fill_value), w.base)
-    a = taken(w.a, 0)  # rows out of bounds are those of the base alone
+    a = taken(w.a, 0)  # out of bounds, rows are those of the base only
     if w.is_stack:
         return LoraArray(base, a, taken(w.b, 0), w.scale, w.inputs)
     return LoraArray(base, a, w.b, w.scale, a.ndim - 1).materialize()

@@ -48,7 +48,7 @@ def lora(
       Without it the inputs are the axes along which a quantized base shares a scale, unless those are all of its axes.
       In other arrays with more than two axes, all axes before the last two are stacked layers.
 
-    Bases may be quantized (QLoRA) or dense (LoRA). `partition` makes the adapters trainable and nothing else.
+    Bases may be quantized (QLoRA) or dense (LoRA). `partition` makes only the adapters trainable.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"up": lowbit.quantize(jnp.ones((64, 256))), "norm": jnp.ones(64)}
@@ -169,8 +169,8 @@ def _layers_and_inputs(base: Any, use: Found | None) -> tuple[int, int]:
     ndim = len(base.shape)
     axes = use.axes if use is not None else base.scale_axes if isinstance(base, QuantizedArray) else None
     first, last = (-2, -2) if axes is None else (min(axes), max(axes))
-    if last == -1:  # (out, in): the factors of the transpose serve as well
+    if last == -1:  # (out, in): the factors of the transpose work as well
         first = last = first - 1
-    if first < -ndim:  # one scale for all axes does not tell inputs from outputs
+    if first < -ndim:  # one scale for all axes does not distinguish inputs from outputs
         first = last = -2
     return max(ndim + first, 0), last - max(first, -ndim) + 1

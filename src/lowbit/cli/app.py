@@ -44,22 +44,24 @@ Model = Annotated[
 KV = Annotated[
     str | None, typer.Option(metavar="FORMAT", help="Format of the cached keys and values, for instance int8.")
 ]
-KVK = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the keys alone.")]
-KVV = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the values alone.")]
+KVK = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the keys only.")]
+KVV = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the values only.")]
 Source = Annotated[Path, typer.Argument(metavar="SRC", help=_READABLE)]
 First = Annotated[Path, typer.Argument(metavar="A", help=_READABLE)]
 Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="The file to write; a directory if SRC is one. Its other files stay.")
+    Path, typer.Argument(metavar="DST", help="File to write; a directory if SRC is one, where other files are kept.")
 ]
 To = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
-        help="lowbit, bitsandbytes, safetensors or gguf. Default: gguf for a name in .gguf, else lowbit.",
+        help="lowbit, bitsandbytes, safetensors or gguf. Default: gguf if DST ends in .gguf, else lowbit.",
     ),
 ]
 Type = Annotated[str, typer.Option(metavar="TYPE", help="Type of the matrices in a GGUF file: F16 or Q8_0.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized, or kept with its bits.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized, or cannot keep its stored bits.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace DST. In a directory, only files that lowbit wrote.")]
 Requantize = Annotated[
     bool,
@@ -69,7 +71,10 @@ Requantize = Annotated[
     ),
 ]
 Dequantize = Annotated[
-    bool, typer.Option("--dequantize", help="Dequantize tensors whose format DST cannot hold. Their error stays.")
+    bool,
+    typer.Option(
+        "--dequantize", help="Dequantize tensors whose format DST cannot hold. Their quantization error remains."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with null for NaN and infinity.")]
 
@@ -128,7 +133,7 @@ def quantize(
         list[str] | None,
         typer.Option(
             metavar="PATTERN=FORMAT",
-            help="Format of the tensors that match, or keep; the first match wins over --format.",
+            help="Format of the tensors that match, or keep; the first match decides, before --format.",
         ),
     ] = None,
     to: To = None,
@@ -142,7 +147,7 @@ def quantize(
     """Quantize the weights of a file or a directory.
 
     A lowbit file is written in chunks, in less than 1 GB of memory, and an interrupted run resumes when the command is
-    repeated. Tensors that must be loaded whole are listed before the run. Other kinds of files are made in memory.
+    repeated. Tensors that must be loaded whole are listed before the run. Other kinds of files are built in memory.
     """
     with plain_errors():
         rules = [*map(_rule, rule or ()), Rule("*", _known(format))]
@@ -164,7 +169,7 @@ def convert(
 ) -> None:
     """Convert a file or a directory to another kind.
 
-    Tensors keep the bits that they are stored in.
+    Tensors keep their stored bits.
     """
     with plain_errors():
         options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
@@ -175,7 +180,7 @@ def convert(
 def inspect(source: Source, as_json: Json = False) -> None:
     """List the tensors of a file.
 
-    Each with its shape, type, bytes, and bits per weight.
+    Shows the shape, type, bytes and bits per weight of each.
     """
     with plain_errors():
         from lowbit.io import open_tensors
@@ -193,7 +198,7 @@ def inspect(source: Source, as_json: Json = False) -> None:
 @app.command(epilog="Example: lowbit compare model.safetensors model-nf4.safetensors --tolerance 0.1")
 def compare(
     a: First,
-    b: Annotated[Path, typer.Argument(metavar="B", help="The file or directory to compare with it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The file or directory to compare with A.")],
     tolerance: Annotated[
         float | None,
         typer.Option(metavar="ERROR", help="Exit with 3 if an error is larger, or a tensor is missing."),
@@ -202,8 +207,8 @@ def compare(
 ) -> None:
     """Print the errors between two files.
 
-    The relative error of each tensor, the worst first. Exits with 3 if an error is NaN or infinite, or shapes differ,
-    whatever the tolerance.
+    Lists the relative error of each tensor, the worst first. Exits with 3 if an error is NaN or infinite, or shapes
+    differ, whatever the tolerance.
     """
     with plain_errors():
         from lowbit.io import open_tensors
@@ -248,7 +253,7 @@ def report(
 ) -> None:
     """Write an HTML report on two files.
 
-    Sizes and errors by layer, every tensor, and the worst tensors in detail.
+    Shows sizes and errors by layer, every tensor, and the worst tensors in detail.
     """
     with plain_errors():
         from lowbit.io import compare
@@ -272,7 +277,7 @@ def bench(
 ) -> None:
     """Time matrix products in each format.
 
-    On this machine, against float32.
+    Measured on this machine, relative to float32.
     """
     with plain_errors():
         from .bench import products
@@ -290,7 +295,7 @@ def demo(
     model: Model = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Text to measure on. Default: 20 kB of prose in the package."),
+        typer.Option(metavar="PATH", help="Text to evaluate on. Default: 20 kB of prose in the package."),
     ] = None,
     formats: Annotated[str, typer.Option(metavar="FORMAT,...", help="Formats to run, separated by commas.")] = ",".join(
         FORMATS

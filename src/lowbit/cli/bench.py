@@ -8,7 +8,7 @@ import jax
 
 from lowbit import FORMATS, QuantizationConfig, quantize
 
-# Bytes of copies of a weight that are used in turn, more than a cache holds.
+# Total size of the copies of a weight, which are used in rotation: more than a cache holds.
 ROTATED = 128 << 20
 
 

@@ -22,7 +22,7 @@ def shown(names: Sequence[str], doing: str) -> Iterator[str]:
 def counted(doing: str) -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None]]]:
     """Two functions: one that updates a bar with the bytes done and their total, one that prints a line above it.
 
-    The rate counts the bytes of this run alone.
+    The rate counts only the bytes of this run.
     """
     console = Console(stderr=True)
 

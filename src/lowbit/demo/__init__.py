@@ -1,1 +1,1 @@
-"""A real language model in plain JAX, to run quantized: what `lowbit demo` and `lowbit generate` do."""
+"""A real language model in plain JAX, which `lowbit demo` and `lowbit generate` run quantized."""

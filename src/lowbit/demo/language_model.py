@@ -27,7 +27,7 @@ from .tokenizer import HuggingFaceTokenizer, Tokenizer
 # Prompts and caches are padded to multiples of these numbers of tokens, so that few programs are compiled.
 PROMPT_STEP, CACHE_STEP = 64, 64
 GGUF_KEY = "general.architecture"
-Progress = Callable[[int, int], None]  # called with the bytes that are done, and with all of them
+Progress = Callable[[int, int], None]  # called with the bytes that are done, and their total
 
 
 @partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
@@ -129,7 +129,7 @@ class LanguageModel:
         return llama.new_cache(self.config, room, self.formats)
 
     def generate(self, prompt: Sequence[int], most: int) -> Iterator[int]:
-        """Generate up to `most` tokens after a prompt, the most likely each time, until the end token."""
+        """Generate up to `most` tokens after a prompt, the most likely one each time, until the end token."""
         if not prompt:
             raise ValueError("The prompt is empty: give at least one token.")
         filled = math.ceil(len(prompt) / PROMPT_STEP) * PROMPT_STEP

@@ -46,7 +46,7 @@ class Layout:
     """The names of the sizes and tensors of a llama in a kind of file, which has each matrix as (out, in).
 
     - `layer`: a pattern for the number of a layer and the name of a tensor in it.
-    - `halves`: rotary embeddings pair the two halves of a head, not neighbours.
+    - `halves`: rotary embeddings pair the two halves of a head, not adjacent elements.
     """
 
     sizes: dict[str, str]
@@ -136,7 +136,7 @@ def load(file: Reader, fields: Mapping[str, Any], *, as_stored: bool = False) ->
         return array if isinstance(array, lowbit.QuantizedArray) else jnp.asarray(array, jnp.float32)
 
     def turned(w: Any, heads: int) -> Any:
-        """The rows of each head, reordered so that neighbours are pairs."""
+        """The rows of each head, reordered so that adjacent rows are pairs."""
         return jnp.swapaxes(w.reshape(heads, 2, -1, w.shape[-1]), 1, 2).reshape(w.shape)
 
     def stack(name: str) -> Any:
@@ -192,10 +192,10 @@ def specs(params: Params, axis: str = "model") -> Params:
     all-reduces and gathers no weight. Each device has whole heads if their number divides.
     """
     columns, rows = PartitionSpec(None, None, axis), PartitionSpec(None, axis, None)
-    cut = {"o": rows, "down": rows, "attn_norm": PartitionSpec(), "mlp_norm": PartitionSpec()}
+    special = {"o": rows, "down": rows, "attn_norm": PartitionSpec(), "mlp_norm": PartitionSpec()}
     placed: Params = {
         "embed": PartitionSpec(axis, None),
-        "layers": {name: cut.get(name, columns) for name in params["layers"]},
+        "layers": {name: special.get(name, columns) for name in params["layers"]},
         "norm": PartitionSpec(),
     }
     return placed | ({"head": PartitionSpec(None, axis)} if "head" in params else {})
@@ -272,7 +272,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rope(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Rotary embedding: rotate each pair of neighbours by an angle that grows with the position."""
+    """Rotary embedding: rotate each pair of adjacent elements by an angle that grows with the position."""
     size = x.shape[-1]
     angles = positions[:, None] * base ** (-jnp.arange(0, size, 2) / size)
     even, odd = x[..., 0::2], x[..., 1::2]

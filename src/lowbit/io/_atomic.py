@@ -1,4 +1,4 @@
-"""Replacing a file in one step, so that it is always the whole old one or the whole new one."""
+"""Replacing a file atomically, so that it is always the whole old one or the whole new one."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 def replaceable(path: str | os.PathLike[str]) -> Path:
     """The file that a path refers to, with links resolved so that replacing the file keeps the link."""
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file() and not path.is_dir():  # replacing a directory fails by itself
+    if path.exists() and not path.is_file() and not path.is_dir():  # replacing a directory fails anyway
         raise ValueError(f"{path} is a device or a pipe, which cannot be replaced. Give the name of a file.")
     return path
 
@@ -40,12 +40,12 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def put_in_place(staged: Path, path: Path) -> None:
-    """Sync a file to the disk, then rename it to `path`, which it replaces in one step."""
+    """Sync a file to the disk, then rename it to `path`, which it replaces atomically."""
     sync(staged)
     if path.exists():
         shutil.copymode(path, staged)
     os.replace(staged, path)
-    # Sync the new name too. Where a directory cannot be synced, the file is whole nevertheless.
+    # Sync the new name too. If the directory cannot be synced, the file is complete nevertheless.
     with suppress(OSError):
         sync(path.parent, os.O_RDONLY)
 

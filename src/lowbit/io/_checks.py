@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# The most memory that a byte and a value of JSON need while they are parsed, here and by the safetensors package.
+# The maximum memory that a byte and a value of JSON need while they are parsed, here and by the safetensors package.
 _BYTE, _VALUE = 10, 400
 _ALWAYS = 64 << 20  # bytes that may be spent on JSON, however small the files are
 
@@ -39,7 +39,7 @@ def checked_json(data: bytes, size: int, bad: Callable[[str], ValueError]) -> di
     """A JSON object with unique keys, from a model of `size` bytes; `bad` makes the error.
 
     Three bytes of JSON can become an object of a hundred. Text that would take more than two times the size of the
-    model is refused before it is parsed.
+    model is rejected before it is parsed.
     """
     values = sum(data.count(sign) for sign in (b",", b"[", b"{"))
     if _BYTE * len(data) + _VALUE * values > 2 * size + _ALWAYS:

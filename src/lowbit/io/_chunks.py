@@ -14,7 +14,7 @@ from lowbit.formats.blocks import WHOLE, span_of
 from ._regions import Region
 
 CHUNK = 1 << 22  # elements that are read and encoded at a time, unless a scale covers more
-STRIPE = 1 << 25  # the same where rows are split: longer, since short reads and writes are slow
+STRIPE = 1 << 25  # the same where rows are split; larger, since short reads and writes are slow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ def compare(
     """A report on how the tensors of file `a` are stored in `b`: sizes, formats and errors.
 
     - `a`, `b`: files of any kind that can be read, or directories.
-    - `histograms`: the number of tensors, the worst first, to make histograms of.
+    - `histograms`: the number of tensors, the worst first, that get a histogram.
     - `progress`: wraps the sequence of names to iterate over, for instance in a progress bar.
 
     Tensors that are missing from one of the two, or differ in shape, are listed in `notes`.

@@ -73,7 +73,7 @@ def plans_for(
     """The plan for each tensor of a file, and the patterns that matched none.
 
     A tensor that is stored in a lowbit format is kept, unless a pattern other than the default asks for another format,
-    or `requantize` lets the default do so. With `linear_only` embeddings are kept too, since bitsandbytes has them
+    or `requantize` lets the default do so. With `linear_only` embeddings are kept too, since bitsandbytes keeps them
     dense.
     """
     ordered = ordered_rules(rules)
@@ -125,15 +125,15 @@ def convert(
     - `to`: `"lowbit"`, `"bitsandbytes"`, `"safetensors"` (dense) or `"gguf"`. Default: GGUF for a name that ends in
       .gguf, else a lowbit file.
     - `type`: the type of the matrices in a GGUF file, F16 or Q8_0.
-    - `requantize`: let a format for all weights hold for tensors that are stored in another, and quantize again what
-      bitsandbytes cannot store as it is.
-    - `dequantize`: write tensors dequantized whose format the target cannot hold; otherwise that is an error.
+    - `requantize`: apply a format for all weights also to tensors that are stored in another one, and quantize again
+      what bitsandbytes cannot store unchanged.
+    - `dequantize`: dequantize tensors whose format the target cannot hold; otherwise they are an error.
     - `progress`: called with the number of bytes of the source that are done, and their total.
     - `note`: called with a sentence for the user, such as that an earlier run is resumed.
 
-    A directory becomes a directory: its other files are copied. Files that lowbit did not write stay as they are, and
-    if one has a name that is to be written, nothing is done. Lowbit files are written in chunks, and an interrupted run
-    resumes; other kinds are made in memory.
+    A directory becomes a directory: its other files are copied. Files that lowbit did not write are not changed, and
+    if one has a name that would be written, nothing is done. Lowbit files are written in chunks, and an interrupted run
+    resumes; other kinds are built in memory.
     """
     source = source if isinstance(source, Reader) else open_tensors(source, strict=strict)
     target = Path(target)
@@ -220,7 +220,7 @@ class _Layout:
             else:
                 stored[name] = np.asarray(array)
         path.touch()
-        mode = path.stat().st_mode  # the umask of the user; the package makes files that only their owner can read
+        mode = path.stat().st_mode  # the umask of the user; the package creates files that only their owner can read
         save_file({name: np.ascontiguousarray(x) for name, x in stored.items()}, path, {"format": "pt"})
         path.chmod(mode)
         return set(stored)

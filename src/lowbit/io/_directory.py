@@ -1,7 +1,7 @@
-"""Directories that lowbit writes into: its own files are replaced together, and all others stay as they are.
+"""Directories that lowbit writes into: its own files are replaced together, and all others are left untouched.
 
-New files are staged in `.lowbit-NAME.new` beside the directory NAME, with a manifest of them. When all of them are on
-the disk, one rename commits them: the staging directory becomes NAME where there is none, or else `NAME/.lowbit-new`.
+New files are staged in `.lowbit-NAME.new` next to the directory NAME, with a manifest of them. When all of them are on
+the disk, one rename commits them: the staging directory becomes NAME if that does not exist, else `NAME/.lowbit-new`.
 From there the files are moved to their places, the weights last; files that only the old manifest lists are removed;
 and the new manifest is moved. A run that is killed before the commit leaves NAME as it was. One that is killed after it
 leaves `NAME/.lowbit-new`, which `check_whole` refuses to read and which the next run completes (`finish`): every step
@@ -34,7 +34,7 @@ Proof = dict[str, Any]  # size and checksum of a file
 
 
 def check_place(source: Path, target: Path) -> None:
-    """Raise if the directory to write is, or holds, one that a user cannot mean to replace."""
+    """Raise if the directory to write is, or contains, one that a user cannot intend to replace."""
     there = Path(os.path.realpath(target))
     if there == Path(there.anchor):
         raise ValueError(f"{target} is the root directory. Give the name of a new directory.")
@@ -43,10 +43,10 @@ def check_place(source: Path, target: Path) -> None:
     if there in origins:
         raise ValueError(f"{target} is the source itself. Give another name for the result.")
     if any(origin in there.parents for origin in origins):
-        raise ValueError(f"{target} lies inside {source}. Give the name of a directory beside it.")
+        raise ValueError(f"{target} is inside {source}. Give the name of a directory next to it.")
     if there.is_dir() and there.stat().st_dev != there.parent.stat().st_dev:
         raise ValueError(
-            f"{target} is a mount point, where files cannot be staged beside it. Give a directory inside it."
+            f"{target} is a mount point, where files cannot be staged next to it. Give a directory inside it."
         )
     for what, places in (
         ("the working directory", {here}),
@@ -163,7 +163,7 @@ def _commit(target: Path, staging: Path, names: list[str]) -> None:
     check_names(target, {name: staging / name for name in names})
     known, exists = _manifest(target) or {}, target.is_dir()
     for name in names:
-        # A file of the user stays the user's even if it has the same bytes.
+        # A file of the user remains the user's even if it has the same bytes.
         if exists and not _may_replace(target, name, known):
             (staging / name).unlink()
     there = [name for name in names if (staging / name).is_file()]
@@ -188,7 +188,7 @@ def _staging(target: Path) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a directory that lowbit reserves the name of exists; raises if the name is taken by something else."""
+    """Whether a directory with a name that lowbit reserves exists; raises if something else has that name."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise FileExistsError(f"{folder} is not a directory that lowbit made. Move it away, and try again.")
     return folder.exists()

@@ -32,15 +32,15 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: dict[str, Any] | 
 
     - Leaves: quantized arrays; jax and numpy arrays of the dtypes that safetensors has; Python numbers and strings;
       None. An array that occurs several times is stored once, and is one array again after `load`.
-    - Containers: dicts with string or integer keys, lists and tuples are restored by `load`. Of other containers the
-      leaves are stored, and `load` needs a tree `like` it.
+    - Containers: dicts with string or integer keys, lists and tuples are restored by `load`. For others only the
+      leaves are stored, and `load` needs a tree of the same structure as `like`.
     - `metadata`: a dict that JSON can represent.
 
     The file is written to a temporary file, which replaces `path` once it is on the disk: `path` is always the whole
     old file or the whole new one.
 
-    In a program of several processes (`jax.distributed`) all processes must call `save`, with the same tree and the
-    same path on a shared file system. Each writes its shards of the arrays to a file beside `path`, and `path` is an
+    With several processes (`jax.distributed`) all of them must call `save`, with the same tree and the
+    same path on a shared file system. Each writes its shards of the arrays to a file next to `path`, and `path` is an
     index of these files. Arrays that are local to each process are saved from process 0. If one process fails, all
     raise an `OSError`, and the old file stays.
 
@@ -63,10 +63,10 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     """Load the arrays of a file or a directory, with the bits that it stores.
 
     - A lowbit file gives the tree that was saved: dicts, lists and tuples of its arrays.
-    - A GGUF file, another safetensors file, or a Hugging Face directory gives a dict of its arrays by their names. What
-      is stored in a lowbit format (NF4 of bitsandbytes; Q8_0 and TQ2_0 of GGUF) is quantized. Other types that have to
+    - A GGUF file, another safetensors file, or a Hugging Face directory gives a dict of its arrays by name. Tensors
+      stored in a lowbit format (NF4 of bitsandbytes; Q8_0 and TQ2_0 of GGUF) stay quantized. Other types that have to
       be decoded are dequantized to float32, with a `DequantizedWarning`.
-    - `like`: a tree of the same structure, for other containers than dicts, lists and tuples, which are taken from it.
+    - `like`: a tree of the same structure, for containers other than dicts, lists and tuples, which are taken from it.
       Its leaves, arrays or `jax.ShapeDtypeStruct`s, must match the file in shape and dtype, and quantized ones also in
       format. A numpy leaf gives a numpy array.
     - A `NamedSharding` of a leaf in `like` is applied; of a quantized leaf, to its logical axes. A process reads only

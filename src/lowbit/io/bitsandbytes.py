@@ -2,7 +2,7 @@
 
 bitsandbytes quantizes the flattened tensor, whatever its shape. A tensor `w` of n elements is saved as
 
-    w                                uint8 (n / 2, 1): two codes a byte, the first in the high nibble
+    w                                uint8 (n / 2, 1): two codes per byte, the first in the high nibble
     w.absmax                         float32, one for each block; if nested, uint8 codes of these
     w.quant_map                      float32 (16,): the levels
     w.nested_absmax                  float32, one for each 256 codes of scales
@@ -205,7 +205,7 @@ def bitsandbytes_tensors(name: str, array: Any, *, requantize: bool = False) -> 
     # bitsandbytes has no groups of scales in another order, or for each matrix of a stack.
     if array.transposed or math.prod(array.shape[:-2]) != 1:
         array = array.plain()
-    scales, *nested = array.coded_scales() or (array.scale_values(),)  # in float32, however wide they are stored
+    scales, *nested = array.coded_scales() or (array.scale_values(),)  # in float32, whatever dtype they are stored in
     tensors = {
         "": np.asarray(codes).reshape(-1, 1),
         ".absmax": np.asarray(array.logical_view(scales)).reshape(-1),
@@ -249,7 +249,7 @@ def _crosses_rows(shape: Sequence[int], block: int) -> bool:
 
 
 def misfit(array: Any) -> str:
-    """Why bitsandbytes cannot store an array as it is; empty if it can."""
+    """Why bitsandbytes cannot store an array unchanged; empty if it can."""
     if not isinstance(array, ArrayNF4):
         return f"it is {type(array).__name__}, not ArrayNF4"
     if array.dtype not in _DTYPES.values():

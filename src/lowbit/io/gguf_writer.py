@@ -1,7 +1,7 @@
 """Writing GGUF files, the format of llama.cpp, in F16 and Q8_0.
 
-The header is not written by `gguf.GGUFWriter`, which refuses empty arrays and guesses the types in nested arrays, so
-that some files could be read and not written again. Where it can write a file, this module writes the same bytes. The
+The header is not written by `gguf.GGUFWriter`, which rejects empty arrays and guesses the types in nested arrays, so
+that some files could be read but not written again. Where it can write a file, this module writes the same bytes. The
 `gguf` package quantizes the numbers.
 """
 
@@ -42,7 +42,7 @@ def write_gguf(
       written as llama.cpp expects them: integers as UINT32 if they fit, arrays of integers as INT32, floats as FLOAT32.
     - Q8_0: an `Array8B` that was read from Q8_0 is written with the same bytes. Other arrays are dequantized and
       quantized by the gguf package; rows that are not a multiple of 32 are written in F16.
-    - Vectors are written in F32, as llama.cpp expects them, and integers as they are.
+    - Vectors are written in F32, as llama.cpp expects them, and integers unchanged.
     - Each tensor is taken from the mapping two times, for its type and for its bytes, and none is kept.
 
     The file is written to a temporary file, which replaces `path` once it is on the disk.

@@ -32,7 +32,7 @@ class Found:
     """How a leaf is used: the contracted axes, counted from the end, or None if unknown; and how that was found.
 
     - `vector`: not a weight matrix but a norm, a bias, or an array with one axis.
-    - `told`: False if nothing was found out about the leaf.
+    - `told`: False if nothing is known about the leaf.
     - `multiplied`: False if the program uses it in no product.
     """
 
@@ -56,7 +56,7 @@ def axes_by_name(path: str, shape: Sequence[int]) -> Found:
         return Found(None, "the name of a norm or a bias", vector=True)
     for pattern, axis, why in NAMES:
         if re.fullmatch(pattern, path, re.I):
-            # Further axes may be heads, a convolution window or layers: which, the name does not tell.
+            # The name does not say whether further axes are heads, a convolution window or layers.
             if len(shape) == 2 or (len(shape) == 3 and axis == -1):
                 return Found((axis,), f"name: {why}")
             return Found(None, f"{len(shape)} axes: pass fn=, or a pattern with an axis")
@@ -176,7 +176,7 @@ class _Uses:
         if name == "optimization_barrier":
             return views
         if name in ("dot_general", "ragged_dot_general"):
-            # Batch axes are stacked layers or experts, each of which has scales of its own.
+            # Batch axes are stacked layers or experts, each with its own scales.
             dims = params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]
             summed = (dims if name == "dot_general" else dims.dot_dimension_numbers)[0]
             for side, axes in zip(views[:2], summed, strict=True):

@@ -1,4 +1,4 @@
-"""Histograms of weights in units of their scales, beside the levels of the format."""
+"""Histograms of weights in units of their scales, with the levels of the format."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ class Histogram:
     """Counts of weight / scale, and the levels that the weights are rounded to.
 
     - `counts`: in bins of equal width from -`limit` to `limit`; the few outliers beyond it are not counted.
-    - `levels`: the levels in use; empty for an array that is not quantized, whose weights are counted as they are.
+    - `levels`: the levels in use; empty for an array that is not quantized, whose weights are counted unscaled.
     """
 
     path: str

@@ -17,7 +17,7 @@ T = TypeVar("T")
 def is_quantized(x: Any) -> bool:
     """Whether `x` is a quantized array as a whole: the `is_leaf` of functions over trees of parameters.
 
-    Without it `jax.tree.map` calls its function on the codes and on the scales, each by itself.
+    Without it `jax.tree.map` calls its function on the codes and on the scales separately.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8)}
@@ -28,7 +28,7 @@ def is_quantized(x: Any) -> bool:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """`jax.tree.map` with quantized arrays for leaves: `fn` gets each array as a whole, not its codes and its scales.
+    """`jax.tree.map` with quantized arrays as leaves: `fn` gets each array as a whole, not its codes and its scales.
 
     Adapters are not leaves: `fn` gets the base of a `LoraArray` and each of its factors.
 
@@ -43,14 +43,14 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[A
 
 
 def is_frozen(x: Any) -> bool:
-    """Whether `x` cannot be trained: a quantized array, or an array that is not of floating-point numbers.
+    """Whether `x` cannot be trained: a quantized array, or an array whose dtype is not floating-point.
 
-    It also serves as `is_leaf`: containers are not frozen, though their contents may be. `trainable` chooses among the
+    It also works as `is_leaf`: containers are not frozen, though their contents may be. `trainable` chooses among the
     leaves that are not frozen.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"w": lowbit.quantize(jnp.ones((64, 8))), "b": jnp.zeros(8), "step": jnp.int32(0)}
-    >>> jax.tree.map(lowbit.is_frozen, params, is_leaf=lowbit.is_frozen)  # an optax mask, but for a `not`
+    >>> jax.tree.map(lowbit.is_frozen, params, is_leaf=lowbit.is_frozen)  # the inverse of an optax mask
     {'b': False, 'step': True, 'w': True}
     """
     return isinstance(x, QuantizedArray) or (hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.inexact))
@@ -59,8 +59,8 @@ def is_frozen(x: Any) -> bool:
 def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
     """Which leaves are trained: a tree of True and False, a mask for optax or a filter for Equinox.
 
-    - In a model with adapters (`lora`), the adapters alone are trained; in one without, all floating-point arrays.
-    - `train`: patterns, as in a `Rule`, of the leaves to train besides the adapters.
+    - In a model with adapters (`lora`), only the adapters are trained; in one without, all floating-point arrays.
+    - `train`: patterns, as in a `Rule`, of the leaves to train in addition to the adapters.
 
     A quantized array has one False for all of its components.
 
@@ -101,7 +101,7 @@ def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
 def partition(tree: T, train: str | Iterable[str] | None = None) -> tuple[T, T]:
     """Split a tree into trainable and frozen leaves: two trees of its structure, with None for the leaves of the other.
 
-    In a model with adapters (`lora`), the adapters alone are trainable; in one without, all floating-point arrays.
+    In a model with adapters (`lora`), only the adapters are trainable; in one without, all floating-point arrays.
     `train` has patterns for others (see `trainable`). Everything else is frozen: quantized arrays, integers, and leaves
     that are not arrays. `jax.grad` and optimizers see the trainable tree only: no step changes a stored bit or scale.
 

@@ -19,7 +19,7 @@ class Rule:
 
     - `pattern`: matches the whole path of a leaf, such as `layers/0/mlp/kernel`. Either a glob, in which `*` also
       matches `/`, or `re:` followed by a regular expression.
-    - `format`: the name of a format, a `QuantizationConfig`, or None to keep the leaf as it is.
+    - `format`: the name of a format, a `QuantizationConfig`, or None to keep the leaf unchanged.
     - `where`: an additional condition on the shape and dtype of the leaf.
 
     >>> import lowbit

@@ -1,4 +1,4 @@
-"""What `quantize_tree` will do to each leaf, found from paths, shapes and the program alone."""
+"""What `quantize_tree` will do to each leaf, determined from paths, shapes and the program only."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ SMALL = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `quantize_tree` will do to a leaf: the config to quantize it by, or None to keep it; and why.
+    """What `quantize_tree` will do to a leaf: the config to quantize it with, or None to keep it; and why.
 
     - `refused`: it is kept although a pattern asked for a format.
     - `unknown`: it is kept because its contracted axis is not known.
@@ -71,7 +71,8 @@ def plan_tree(
         if (leaf.scale is None) != (leaf.plan.config is None):
             raise ValueError(
                 f"scales {'lacks' if leaf.scale is None else 'has'} {leaf.path}, which the patterns "
-                f"{'keep' if leaf.plan.config is None else 'quantize'}: make it by learned_scales with the same rules."
+                f"{'keep' if leaf.plan.config is None else 'quantize'}: "
+                "create it with learned_scales and the same rules."
             )
     return structure, leaves, planned, unmatched
 
@@ -120,7 +121,7 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
 
 
 def _not_a_dense_weight(leaf: Any) -> str | None:
-    """Why a leaf cannot be quantized whatever its use: it is stored in some form already, or holds no floats."""
+    """Why a leaf cannot be quantized whatever its use: it is already stored in some form, or is not floating-point."""
     if isinstance(leaf, QuantizedArray):
         return f"quantized already, as {type(leaf).__name__}"
     if isinstance(leaf, LoraArray):
@@ -131,7 +132,7 @@ def _not_a_dense_weight(leaf: Any) -> str | None:
 
 
 def _use(path: str, leaf: Any, used: Found | None) -> Found:
-    """How a leaf is used: by the program where that tells, by its name otherwise."""
+    """How a leaf is used: from the program if that shows it, otherwise from its name."""
     named = axes_by_name(path, leaf.shape)
     by_name = used is None or (not used.told and named.axes is not None)
     # A program may reshape a norm in any way, so its name decides; a vector has no axis to choose.
@@ -140,7 +141,7 @@ def _use(path: str, leaf: Any, used: Found | None) -> Found:
 
 
 def _plan(rule: Rule, config: QuantizationConfig, shape: Sequence[int], use: Found, vectors_alone: bool) -> Plan:
-    """The plan of a leaf of floats. A vector is quantized only by a pattern that matches vectors alone."""
+    """The plan of a floating-point leaf. A vector is quantized only by a pattern that matches nothing but vectors."""
     if config.axis is not None and not (rule.is_default and (use.vector or not use.multiplied)):
         return Plan(config, "the pattern's axis")
     if use.vector and (rule.is_default or not vectors_alone or not shape):

@@ -32,10 +32,10 @@ def straight_through_tree(
     arguments gives exactly the values that the model was trained with.
 
     - `rules`, `fn`, `args`: as for `quantize_tree`. The plan is made from paths and shapes when this is traced.
-    - `strict`: as for `quantize_tree`. There is no report here: without `strict`, a pattern that matches no leaf and a
+    - `strict`: as for `quantize_tree`. There is no report: without `strict`, a pattern that matches no leaf and a
       leaf that cannot be quantized as its pattern asks give a `UserWarning`.
     - `amount`, `clip`: as for `straight_through`; `amount=step >= 1000` is a warm-up in full precision.
-    - `scales`: the tree from `learned_scales`, trained beside the parameters.
+    - `scales`: the tree from `learned_scales`, trained together with the parameters.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params, x = {"up": {"kernel": jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)}}, jnp.ones((2, 64))
@@ -76,11 +76,11 @@ def learned_scales(
     args: Sequence[Any] = (),
     strict: bool = False,
 ) -> Any:
-    """The scales of the leaves that `rules` quantize, to be trained beside the parameters; None for all other leaves.
+    """The scales of the leaves that `rules` quantize, to be trained with the parameters; None for all other leaves.
 
     They start as those that `quantize_tree` would store. Pass them to `straight_through_tree(..., scales=scales)` while
     training and to `quantize_tree(..., scales=scales)` afterwards. A scale must stay positive: the weights of a
-    negative one read as NaN. The other arguments are those of `quantize_tree`.
+    negative one become NaN. The other arguments are those of `quantize_tree`.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"kernel": jnp.linspace(-1, 1, 64 * 32).reshape(64, 32), "bias": jnp.zeros(32)}
@@ -95,6 +95,6 @@ def learned_scales(
             array, config = leaves[leaf.place], dataclasses.replace(leaf.plan.config, simulate=False)
             with naming(leaf.path):
                 scale = quantize(array, config).scale_values()
-                # Quantizing by these scales raises here for a slice of zeros and for formats that take no scales.
+                # This raises for a block of zeros and for formats that do not accept scales.
                 found[leaf.place] = quantize(array, config, scale=scale).scale_values()
     return jax.tree.unflatten(structure, found)

@@ -39,18 +39,18 @@ def quantize_tree(
     - `rules`: the name of a format or a `QuantizationConfig` for all weights; or patterns over paths, in order, as a
       dict or as `Rule` objects. The first pattern that matches a leaf decides; a leaf that none matches is kept.
     - `fn`, `args`: a call of the model, `fn(params, *args)`. It is traced, not run, to see which axis of each leaf is
-      contracted and which leaves are looked up by row; `args` may be `jax.ShapeDtypeStruct`s. Without it the names of
-      the leaves decide (`kernel` is (in, out), `weight` is (out, in), embeddings go by row). An axis in a pattern's
+      contracted and which leaves are looked up by row; `args` may be `jax.ShapeDtypeStruct`s. Without it their names
+      decide (`kernel` is (in, out), `weight` is (out, in), embeddings are stored by row). An axis in a pattern's
       config takes precedence over both.
     - `strict`: raise if a pattern matches no leaf, or a leaf cannot be quantized as its pattern asks. By default the
-      report tells.
-    - `scales`: a tree from `learned_scales`, to round by and to store instead of scales computed from the weights.
+      report says so.
+    - `scales`: a tree from `learned_scales`, to quantize with and to store instead of scales computed from the weights.
     - `histograms`: how many of the leaves with the largest errors get a histogram in the report. Each costs a pass
       over the leaf.
     - `progress`: called as `progress(done, total)`, in bytes of the leaves given, at the start and after each leaf.
 
     A format for all weights, or the pattern `*`, keeps norms, biases and arrays of fewer than 1,024 elements. Any other
-    pattern applies to whatever it matches, whatever its size; to vectors only if it matches nothing else. The report
+    pattern applies to everything it matches, whatever its size; to vectors only if it matches nothing else. The report
     says why a leaf was kept. A `UserWarning` is issued if nothing is quantized, or if more than half of the bytes of
     large arrays stay dense because their contracted axis is not known. `params` may be `jax.ShapeDtypeStruct`s, to plan
     a model without its weights.
@@ -142,11 +142,11 @@ def _warn_of_dense_leaves(leaves: Sequence[Any], planned: Sequence[PlannedLeaf])
     first = [f"{leaf.path} ({leaf.plan.why})" for leaf in shown[:3]] + ["..."] * (len(shown) > 3)
     warnings.warn(
         f"quantize_tree {said}{': ' * bool(first)}{'; '.join(first)}. Pass fn= and args=, a call of the model that "
-        "tells which axis of each weight is contracted, or patterns with a QuantizationConfig that has an axis.",
+        "shows which axis of each weight is contracted, or patterns with a QuantizationConfig that has an axis.",
         stacklevel=3,
     )
 
 
 def _is_large(leaf: Any) -> bool:
-    """Whether an array is worth quantizing: floats, on more than one axis, and many of them."""
+    """Whether an array is worth quantizing: floating-point, more than one axis, and large."""
     return len(leaf.shape) > 1 and math.prod(leaf.shape) >= SMALL and jnp.issubdtype(leaf.dtype, jnp.floating)

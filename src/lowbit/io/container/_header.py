@@ -35,7 +35,7 @@ _START = re.compile(rb'\{"__metadata__":\{"lowbit\.version":"(\d{1,9})"')
 TEXTS = ("lowbit.version", "lowbit.tree", "lowbit.crc32", "lowbit.metadata")
 SHARDS_TEXT, SHARDS_KEY = "lowbit.pieces", "pieces"  # what version 2 of the file format calls shards
 _INDEX_TEXTS = (*TEXTS, "lowbit.files", SHARDS_TEXT)
-# A name without directories, which no file has by accident.
+# A name without directories, in a form that other files are unlikely to have.
 _SHARD_FILE = re.compile(r"[^/\\\0]*-[0-9a-f]{16}-\d{5,}-of-\d{5,}\.safetensors")
 SHA256, DIGEST = "lowbit.sha256", 32
 _MOST_HEADER = 100_000_000  # as in the safetensors package
@@ -236,7 +236,7 @@ class Contents:
             case _:
                 raise self.bad(where, f"is {short(entry)}, and not a dtype, a shape and {third}")
         if dtype is None:
-            raise self.bad(where, f"has the dtype {short(kind)}, which is none of {', '.join(DTYPES)}")
+            raise self.bad(where, f"has the dtype {short(kind)}, which is not one of {', '.join(DTYPES)}")
         # The other axes of an empty tensor are limited too, so that numpy and XLA can count its bytes.
         if not are_counts(shape, _MOST_AXES) or math.prod(n or 1 for n in shape) > max(self.size, 1 << 40):
             raise self.bad(where, f"has the shape {short(shape)}")
@@ -274,7 +274,7 @@ class Contents:
     def grid(self, where: str, shape: list[int], given: list[Any], files: int) -> dict[Region, int]:
         """The region of each shard and the number of its file.
 
-        An index gives the corners alone. Shards must be the cells of a grid, so they neither overlap nor leave gaps.
+        An index gives only the corners. Shards must be the cells of a grid, so they neither overlap nor leave gaps.
         """
         corners: dict[tuple[int, ...], int] = {}
         for item in given:
@@ -371,14 +371,14 @@ class Contents:
         return next(iter(found.values()))
 
     def array(
-        self, cls: type[QuantizedArray], static: dict[str, Any], parts: dict[str, Any], path: tuple[Key, ...]
+        self, cls: type[QuantizedArray], static: dict[str, Any], components: dict[str, Any], path: tuple[Key, ...]
     ) -> QuantizedArray:
         fields, names = cls._fields()
-        if {*static} != {*names} or {*parts} != {*fields}:
-            odd = short(sorted({*static, *parts} ^ {*names, *fields}))
+        if {*static} != {*names} or {*components} != {*fields}:
+            odd = short(sorted({*static, *components} ^ {*names, *fields}))
             raise self.bad(path_name(path), f"has other fields than the class {cls.__name__}: {odd}")
         values = tuple(self.static(static[name], path) for name in names)
-        tensors = [None if parts[name] is None else self.tensor(parts[name], path) for name in fields]
+        tensors = [None if components[name] is None else self.tensor(components[name], path) for name in fields]
         if (key := (cls, values, *tensors)) not in self.quantized:
             self.quantized[key] = cls._unflatten(values, tensors)
             self.check(self.quantized[key], path_name(path))
@@ -417,8 +417,8 @@ class Contents:
             raise self.bad(where, f"has the lengths {short(lengths)} on {len(axes)} axes")
         try:
             _, shape = array.shape, array.stored_shape
-            parts = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), array)
-            decoded = jax.eval_shape(_decoded, parts)
+            shapes = jax.tree.map(lambda component: jax.ShapeDtypeStruct(component.shape, component.dtype), array)
+            decoded = jax.eval_shape(_decoded, shapes)
         except Exception as error:  # a user's format may raise anything here
             raise self.bad(where, f"is not a valid {kind}: {str(error)[:500]}") from error
         if decoded.shape != shape or decoded.dtype != np.float32 or array.index is not None:

@@ -158,7 +158,7 @@ def outlined(target: Path, tree: Any, metadata: Any, *, shapes: bool = False) ->
 
 
 class Layout:
-    """The layout of the file that `save` would write for a dict of arrays, from their shapes alone.
+    """The layout of the file that `save` would write for a dict of arrays, from their shapes only.
 
     - `components`: for each array, the names of its tensors by component; "" for an array that is not quantized.
     - `tensors`: the shape and dtype of each tensor. `offsets`: where it starts. `size`: of the file.

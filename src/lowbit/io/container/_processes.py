@@ -31,7 +31,7 @@ def shards_of(array: Any) -> dict[tuple[int, ...], tuple[int, Any]]:
 def together(doing: str, step: Callable[[], bytes]) -> list[bytes]:
     """Run a step in every process and gather what each returns. If it fails in one process, all raise.
 
-    Every process must call it, also after an error, or the others block.
+    Every process must call it, even after an error; otherwise the others block.
     """
     failure: BaseException | None = None
     try:

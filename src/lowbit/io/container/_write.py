@@ -1,7 +1,7 @@
 """Writing lowbit files, from one process or several.
 
-If several processes save one tree, each writes a file with its shards of the arrays, and the file that `save` was asked
-for is an index of these files.
+If several processes save one tree, each writes a file with its shards of the arrays, and the path given to `save`
+becomes an index of these files.
 """
 
 import hashlib

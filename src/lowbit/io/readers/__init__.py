@@ -23,7 +23,7 @@ __all__ = [
 
 
 def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Reader:
-    """Open a file or a directory with the reader for its kind, which its first bytes tell and not its name.
+    """Open a file or a directory with the reader for its kind, detected from its first bytes, not from its name.
 
     - A lowbit file, another safetensors file, a GGUF file; a Hugging Face directory with safetensors, or one that the
       command wrote.

@@ -75,7 +75,7 @@ class Reader(ABC):
     @abstractmethod
     def array(self, name: str) -> QuantizedArray | np.ndarray:
         """A tensor with the bits that the file stores: a quantized array if there is a lowbit format for them, a
-        read-only view of the file for plain numbers. Never quantized again. What fits neither is `dense(name)`.
+        read-only view of the file for plain numbers. Never quantized again. Anything else is `dense(name)`.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ A GGUF file has no checksums and is not trusted: every count, length, offset, sh
 of the file before it is used, and whatever is inconsistent raises one `ValueError` that names the file and the tensor.
 Tensors are read on request, from a memory map.
 
-The header is not read by `gguf.GGUFReader`, which makes an object of half a kilobyte for each number of an array: a
+The header is not read by `gguf.GGUFReader`, which creates an object of half a kilobyte for each number of an array: a
 file of 300 kB can take 200 MB there. The `gguf` package defines the types of tensors and decodes them.
 """
 
@@ -138,7 +138,7 @@ class GGUFFile(Reader):
             if (weight & weight >> 1 & 0b01010101).any():
                 raise ValueError(
                     f"{self.path}: tensor {name!r} of type TQ2_0 has codes other than -1, 0 and 1. "
-                    "`dense` decodes them as they are."
+                    "`dense` decodes them."
                 )
             scale = _scales(blocks, tensor.shape, 256)
             return Array1B(weight=weight, scale=scale, kind="ternary", axis=-1, block_size=256)
@@ -184,7 +184,7 @@ def _scales(blocks: np.ndarray, shape: tuple[int, ...], block: int) -> np.ndarra
 
 
 def _ternary(codes: np.ndarray) -> np.ndarray:
-    """The codes of TQ2_0 blocks in the packing of `Array1B`: four neighbours a byte, the first in the highest bits."""
+    """The codes of TQ2_0 blocks in the packing of `Array1B`: four codes per byte, the first in the highest bits."""
     bits = np.array([0, 2, 4, 6], np.uint8)[:, None]
     packed = np.zeros((len(codes), 2, 4, 8), np.uint8)
     for k in range(4):

@@ -86,7 +86,7 @@ class LowbitFile(Reader):
         return Chunked(struct_of(like), units_of(like), partial(self._decode, name))
 
     def _read(self, name: str, region: Region) -> Any:
-        """A region of an array as it is stored, by its stored axes, in numpy arrays. It must split no scale or byte."""
+        """A region of an array in stored form, by its stored axes, in numpy. It must not split a scale or byte."""
         array = self._entry(name)
         for tensor in jax.tree.leaves(array):
             self._check_all(tensor)

@@ -67,13 +67,13 @@ class _SafetensorsReader(Reader):
     def dense(self, name: str, dtype: Any = np.float32) -> np.ndarray:
         if saved := self._nf4(name):
             return saved.dense(dtype)
-        with np.errstate(all="ignore"):  # what the dtype cannot hold becomes infinite
+        with np.errstate(all="ignore"):  # values beyond the range of the dtype become infinite
             return self._file(name).view(name).astype(dtype, copy=False)
 
     def array(self, name: str) -> QuantizedArray | np.ndarray:
         """A tensor with the bits that the file stores.
 
-        - NF4: an `ArrayNF4` with blocks along the last axis. If blocks cross rows there is none: the tensor is
+        - NF4: an `ArrayNF4` with blocks along the last axis. If blocks cross rows, the tensor is
           dequantized to the dtype that was quantized, with a `DequantizedWarning` and an entry in `dequantized`;
           with `strict` that raises.
         - All others: a numpy array, a read-only view of the file.
@@ -172,7 +172,7 @@ class HuggingFaceDir(_SafetensorsReader):
             raise ValueError(f"{path} has no weight_map from tensors to files.")
         for name, file in files.items():
             if type(file) is not str or file not in self._sizes:
-                raise ValueError(f"{path} has tensor {name!r} in {file!r}, which does not exist beside it.")
+                raise ValueError(f"{path} has tensor {name!r} in {file!r}, which does not exist in the same directory.")
         return files
 
     def _file(self, name: str) -> "_File":
@@ -226,8 +226,8 @@ class _File:
             with safe_open(path, framework="np") as opened:
                 self.metadata: dict[str, Any] = opened.metadata() or {}
         except SafetensorError as error:
-            raise bad(f"is refused by the safetensors package ({error})") from None
-        # Without its checksums a lowbit file would read as a plain one, by the names of its components.
+            raise bad(f"is rejected by the safetensors package ({error})") from None
+        # Without this check a damaged lowbit file would open as plain safetensors, with a tensor for each component.
         if SHA256 in self.entries or any(key.startswith("lowbit.") for key in self.metadata):
             raise ValueError(f"{path} is a damaged lowbit file: its header was changed. Download or convert it again.")
         self._data = mapped(path)

@@ -1,4 +1,4 @@
-"""The staging file: written chunk by chunk beside its target, which it replaces when it is whole."""
+"""The staging file: written chunk by chunk next to its target, which it replaces when it is complete."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ _values = jax.jit(lambda array: array.scale_values())
 class StagingFile:
     """A file that is being written, and its journal, which this process has locked.
 
-    Values that depend on a whole tensor are staged past the end of the file; `finish` cuts them off.
+    Values that depend on a whole tensor are staged past the end of the file; `finish` truncates them.
     """
 
     def __init__(self, target: Path, layout: Layout, works: Sequence[Work], journal: int):

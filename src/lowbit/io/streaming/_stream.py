@@ -1,16 +1,16 @@
 """Convert checkpoints larger than memory to lowbit files; interrupted runs resume.
 
-Shapes and patterns determine the layout of the file, so the place of every tensor is known before a weight is
-read (`Layout`). A tensor is split into *chunks* where no scale is split. Some threads read and encode a chunk each, and
-another writes them in order.
+Shapes and patterns determine the layout of the file, so the offset of every tensor is known before a weight is
+read (`Layout`). A tensor is split into *chunks* so that no scale is split. Threads read and encode a chunk each,
+and another writes them in order.
 
-Chunks are written to the staging file `.lowbit-NAME.part` beside the target, and progress to `.lowbit-NAME.journal`:
+Chunks are written to the staging file `.lowbit-NAME.part` next to the target, and progress to `.lowbit-NAME.journal`:
 a line of JSON each time that the staging file was synced to the disk. A line has the number of steps that are done, and
 the checksums and errors so far. The first line is a hash of the source's files, of the plans and of the layout, so that
 the staging file of another source is never resumed. The process that writes holds a lock on the journal.
 
-Values that depend on the whole tensor are staged past the end of the file, such as scales that are coded together
-(`double_quant`). If a scale covers many rows of a matrix and depends on the maximum alone (int8), the chunks are read
+Values that depend on the whole tensor are staged past the end of the file, such as scales that are encoded together
+(`double_quant`). If a scale covers many rows of a matrix and depends only on the maximum (int8), the chunks are read
 in two passes: one for the maximum, and one to encode them.
 """
 
@@ -53,7 +53,7 @@ def streamed(
     progress: Progress,
     note: Note,
 ) -> Iterator[tuple[Path, list[Row]]]:
-    """Write the tensors of a source as planned to a staging file beside `target`, to be moved within the block.
+    """Write the tensors of a source as planned to a staging file next to `target`, to be moved within the block.
 
     - `target`: with links resolved. `journal`: the locked journal of the target.
     - `progress`: called with the number of bytes of the source that are done, and their total.
@@ -105,7 +105,7 @@ def _run(works: Sequence[Work], staging: StagingFile, progress: Progress, note: 
     def made(work: Work, step: int) -> Any:
         return work.encoded(work.read(work.chunk(step)), step, staging.maxima(work, step))
 
-    # A thread of its own, since Ctrl-C would interrupt a write in the main thread.
+    # A separate thread, since Ctrl-C would interrupt a write in the main thread.
     with ThreadPoolExecutor(WORKERS) as workers, ThreadPoolExecutor(1) as writer:
         making: deque[tuple[int, Future[Any]]] = deque()
 

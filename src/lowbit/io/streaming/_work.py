@@ -31,8 +31,8 @@ SUMS = ("squares", "products")  # sums over each block: decoded * decoded, and d
 class Work:
     """A tensor of the source: its result, its chunks, and a function that reads one of them.
 
-    - `like`: the result, with shapes and dtypes alone.
-    - `made`: what a chunk is encoded to. It differs from `like` if that has scales that are coded together.
+    - `like`: the result, with shapes and dtypes only.
+    - `made`: what a chunk is encoded to. It differs from `like` if that has scales that are encoded together.
     - `two_pass`: a first pass over the chunks finds the maximum of each scale, a second one encodes them.
     """
 
@@ -68,7 +68,7 @@ class Work:
 
     @property
     def stages_scales(self) -> bool:
-        """Whether scales are staged until all of them are known, to be coded together."""
+        """Whether scales are staged until all of them are known, to be encoded together."""
         return self.made is not self.like
 
     @property
@@ -117,7 +117,7 @@ class Work:
     def staged(self) -> dict[str, Any]:
         """Values that are staged until the whole tensor is read: maxima, or scales and the sums over each block.
 
-        The sums give the error of the tensor after its scales are coded.
+        The sums give the error of the tensor after its scales are encoded.
         """
         fields = ("scales", *SUMS) if self.stages_scales else ("maxima",) if self.two_pass else ()
         return dict.fromkeys(fields, getattr(self.made, "scales", None))
