@@ -253,7 +253,7 @@ def test_wrong_operands_get_an_error(target):
 # ---- Activations in int8
 
 
-def in_int8(x, block):
+def rounded_to_int8(x, block):
     """x in float64, with each block of each row rounded to 8 bits."""
     rounded = np.zeros(x.shape)
     for begin in range(0, x.shape[-1], block):
@@ -277,7 +277,7 @@ def check_fast(target, format, contract, span, m, k, n, *, block=None, index=(0,
     w, true = (levels * stored.scales)[layers], stored.values[layers]
     if contract:
         w, true = w.swapaxes(1, 2), true.swapaxes(1, 2)
-    wide = in_int8(np.asarray(x, np.float32), block or span or max(k, 1))
+    wide = rounded_to_int8(np.asarray(x, np.float32), block or span or max(k, 1))
     want = wide @ w
     bound = 1e-6 * (np.abs(wide) @ np.abs(w)) + float(jnp.finfo(y_type).eps) * np.abs(want) + 1e-30
     worst = np.max(np.abs(y - want) / bound, initial=0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +16,7 @@ from runtime_helpers import Base, Derived, Other
 from lowbit import implicit, register
 
 
-def test_the_most_specific_rule_wins_then_precedence_then_the_later() -> None:
-    x, base, derived, other = jnp.ones(2), Base(jnp.ones(2)), Derived(jnp.ones(2)), Other(jnp.ones(2))
-    said = []
-
+def rules_that_note_their_name(said: list[str]) -> Callable[..., Any]:
     def rule(name: str, **options: Any):
         def add(fn):
             @functools.wraps(fn)  # keeps the annotations, which choose the rule
@@ -29,6 +27,14 @@ def test_the_most_specific_rule_wins_then_precedence_then_the_later() -> None:
             return register("atan2", **options)(noted)
 
         return add
+
+    return rule
+
+
+def test_the_most_specific_rule_wins_then_precedence_then_the_later() -> None:
+    x, base, derived, other = jnp.ones(2), Base(jnp.ones(2)), Derived(jnp.ones(2)), Other(jnp.ones(2))
+    said: list[str] = []
+    rule = rules_that_note_their_name(said)
 
     @rule("any")
     def _(a, b):

@@ -1,4 +1,4 @@
-"""Imports between the rooms of the package are those in the table of CONTRIBUTING.md."""
+"""The shape of the sources: imports between rooms are those in CONTRIBUTING.md, and nothing is too long."""
 
 import ast
 import re
@@ -86,3 +86,16 @@ def test_what_the_check_sees() -> None:
     assert list(imported("from lowbit.dispatch import _kernels", "lowbit.cli")) == ["dispatch._kernels"]
     assert is_allowed("io.readers", {"io"}) and not is_allowed("io._convert", {"io"})
     assert is_allowed("io._convert", {"io", "io._convert"}) and not is_allowed("iota", {"io"})
+
+
+def test_files_have_at_most_500_lines_and_functions_60() -> None:
+    root = GUIDE.parent
+    for folder in ("src", "tests", "benchmarks", "examples", "docs"):
+        for path in (root / folder).rglob("*.py"):
+            source = path.read_text("utf-8")
+            assert source.count("\n") <= 500, path
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+                    assert node.end_lineno - node.lineno < 60, f"{path}:{node.lineno} {node.name}"
+    for path in (root / "csrc").iterdir():
+        assert path.read_text("utf-8").count("\n") <= 500, path

@@ -15,6 +15,7 @@ import json
 import platform
 import zlib
 from pathlib import Path
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -45,6 +46,16 @@ def edges() -> np.ndarray:
     blocks[2] = -blocks[1]
     blocks[3, 5] = -0.375
     return blocks
+
+
+def versions(bitsandbytes: ModuleType, torch: ModuleType) -> dict[str, str]:
+    return {
+        "bitsandbytes": bitsandbytes.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "ml_dtypes": ml_dtypes.__version__,
+        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+    }
 
 
 def main() -> None:
@@ -99,13 +110,7 @@ def main() -> None:
     add("edges", edges(), 64)
 
     info = {
-        "versions": {
-            "bitsandbytes": bitsandbytes.__version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "ml_dtypes": ml_dtypes.__version__,
-            "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        },
+        "versions": versions(bitsandbytes, torch),
         "input": "default_rng(seed).standard_normal(shape, dtype=float32) * float32(0.02), cast to dtype",
         "nested_blocksize": 256,
         "cases": cases,

@@ -326,7 +326,7 @@ def _is_layer(w: QuantizedArray, sizes: Sequence[int]) -> bool:
     )
 
 
-def cut(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def sliced(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """The window of these sizes at `starts`, which may be traced and must be in bounds."""
     if _is_layer(w, sizes):
         return layer(w, starts[0])
@@ -370,7 +370,7 @@ def _window(component: jax.Array, axis: int, start: Any, size: int) -> jax.Array
 def _(w: QuantizedArray, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
     if strides is not None and any(step != 1 for step in strides):
         return _strided(w, start_indices, limit_indices, strides)
-    return cut(w, start_indices, [b - a for a, b in zip(start_indices, limit_indices, strict=True)])
+    return sliced(w, start_indices, [b - a for a, b in zip(start_indices, limit_indices, strict=True)])
 
 
 def _strided(w: QuantizedArray, starts: Any, limits: Any, strides: Any) -> Any:
@@ -395,7 +395,7 @@ def _(w: QuantizedArray, *starts: jax.Array, slice_sizes: Sequence[int]) -> Any:
             return int(np.clip(start, 0, length - size))
         return jnp.clip(start, 0, length - size)
 
-    return cut(w, [known(*each) for each in zip(starts, w.shape, slice_sizes, strict=True)], slice_sizes)
+    return sliced(w, [known(*each) for each in zip(starts, w.shape, slice_sizes, strict=True)], slice_sizes)
 
 
 @register("split")
@@ -403,7 +403,7 @@ def _(w: QuantizedArray, *, sizes: Sequence[int], axis: int) -> Any:
     slices, start = [], 0
     for size in sizes:
         starts = [start if a == axis else 0 for a in range(w.ndim)]
-        slices.append(cut(w, starts, [size if a == axis else n for a, n in enumerate(w.shape)]))
+        slices.append(sliced(w, starts, [size if a == axis else n for a, n in enumerate(w.shape)]))
         start += size
     return NotImplemented if any(w is NotImplemented for w in slices) else slices
 
@@ -465,7 +465,7 @@ def _(*operands: QuantizedArray, axis: int) -> Any:
 @register("unstack")
 def _(w: QuantizedArray, *, axis: int) -> Any:
     sizes = [1 if a == axis else n for a, n in enumerate(w.shape)]
-    rows = [cut(w, [i if a == axis else 0 for a in range(w.ndim)], sizes) for i in range(w.shape[axis])]
+    rows = [sliced(w, [i if a == axis else 0 for a in range(w.ndim)], sizes) for i in range(w.shape[axis])]
     return NotImplemented if w.ndim == 1 else [squeezed(row, [axis]) for row in rows]
 
 

@@ -41,6 +41,16 @@ def write_file(target: Path, texts: dict[str, str], tensors: dict[str, Any]) -> 
     return digest
 
 
+def _shards_of_process(process: int, shards: dict[str, Any]) -> dict[str, Any]:
+    """The shards that a process writes, by the names of their tensors in its file."""
+    return {
+        shard_name(name, corner): shard
+        for name, found in shards.items()
+        for corner, (owner, shard) in found.items()
+        if owner == process
+    }
+
+
 def save_together(target: Path, tree: Any, metadata: Any) -> None:
     """Write a checkpoint from all processes: each writes a file with its shards, then process 0 writes the index."""
     here, doing = jax.process_index(), f"Cannot save to {target}"
@@ -69,12 +79,7 @@ def save_together(target: Path, tree: Any, metadata: Any) -> None:
     written: dict[str, str] = {}
 
     def write() -> bytes:
-        own = {
-            shard_name(name, corner): shard
-            for name, found in shards.items()
-            for corner, (process, shard) in found.items()
-            if process == here
-        }
+        own = _shards_of_process(here, shards)
         digest = write_file(own_file, *outlined(own_file, own, {}))
         written[own_file.name] = digest.hex()
         if target.exists():
