@@ -255,7 +255,7 @@ def test_delete_frees_the_components(layout: Layout) -> None:
 def test_repr_tells_format_shape_dtype_and_bytes() -> None:
     q = ArrayNF4.quantize(jnp.ones((64, 96)), axis=0)
     assert repr(q) == (
-        "ArrayNF4('nf4', shape=(64, 96), dtype=float32, axis=-2, block_size=64, 4.5 bits a weight, 3,456 bytes\n"
+        "ArrayNF4('nf4', shape=(64, 96), dtype=float32, axis=-2, block_size=64, 4.5 bits per weight, 3,456 bytes\n"
         "  codes uint8[64,48], scales float32[1,96])"
     )
     ternary, binary = (lowbit.quantize(jnp.ones((4, 8)), name) for name in ("ternary", "binary"))

@@ -1,4 +1,4 @@
-"""int8: 8 bits a weight.
+"""int8: 8 bits per weight.
 
     value = code * scale,  scale = max |w| / 127 over the elements that share it
 

@@ -1,4 +1,4 @@
-"""NF4: 4 bits a weight, the sixteen levels of a normal distribution (QLoRA, arXiv:2305.14314, appendix E).
+"""NF4: 4 bits per weight, the sixteen levels of a normal distribution (QLoRA, arXiv:2305.14314, appendix E).
 
     value = LEVELS[code] * absmax[block],  absmax = max |w| of the block
 
@@ -74,7 +74,7 @@ class ArrayNF4(QuantizedArray):
 
         - `block_size`: how many elements along `axis` share a scale; a power of two from 16 to 4096.
         - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis.
-        - `double_quant`: store the scales in 8 bits, 4.127 bits a weight in all.
+        - `double_quant`: store the scales in 8 bits, 4.127 bits per weight in all.
         - `dtype`: the dtype of the array; default that of the input.
         - `scale`: the scales to round by instead of max |w|; values beyond them are clipped.
         """

@@ -391,7 +391,7 @@ class QuantizedArray(ShardedArray):
     def _facts(self) -> list[str]:
         name = [repr(self.format.name)] if self.format else []
         shared = [f"axis={self.axis}", f"block_size={self.block_size}"] if self.scale_axes else []
-        bits = [f"{8 * self.nbytes / self.size:.4g} bits a weight"] if self.size else []
+        bits = [f"{8 * self.nbytes / self.size:.4g} bits per weight"] if self.size else []
         where: Any = getattr(self.codes, "sharding", None)
         placed = isinstance(where, NamedSharding) and not where.is_fully_replicated
         sharding = [f"sharded over {dict(where.mesh.shape)} as {self.logical_spec()}"] if placed else []

@@ -1,4 +1,4 @@
-"""Rows of a quantized matrix, decoded: the look-up of an embedding."""
+"""Rows of a quantized matrix, decoded: the lookup of an embedding."""
 
 from functools import partial
 from typing import Any
