@@ -14,6 +14,11 @@ from lowbit.formats.onebit import Kind
 from lowbit.runtime import ImplicitArray, dense, ste
 
 
+def _last(axis: Any) -> Any:
+    """eformer's default axis."""
+    return -1 if axis is None else axis
+
+
 def straight_through_nf4(
     weights: Any, block_size: int = 64, *, axis: int = -1, double_quant: bool = False
 ) -> jax.Array:
@@ -26,18 +31,18 @@ def straight_through_nf4(
     return ste(ArrayNF4.quantize)(weights, block_size=block_size, axis=axis, double_quant=double_quant)
 
 
-def straight_through_8bit(weights: Any, axis: Any = -1, *, block_size: int | None = None) -> jax.Array:
+def straight_through_8bit(weights: Any, axis: Any = None, *, block_size: int | None = None) -> jax.Array:
     """eformer's name for `straight_through` in int8: `Array8B.quantize(weights, ...)` dense, with identity gradient.
 
     >>> import jax.numpy as jnp, lowbit
     >>> lowbit.straight_through_8bit(jnp.array([0.5, 1.27, 0.004]))
     Array([0.5 , 1.27, 0.  ], dtype=float32)
     """
-    return ste(Array8B.quantize)(weights, axis=axis, block_size=block_size)
+    return ste(Array8B.quantize)(weights, axis=_last(axis), block_size=block_size)
 
 
 def straight_through_1bit(
-    weights: Any, axis: Any = -1, *, kind: Kind = "ternary", scale: bool = True, block_size: int | None = None
+    weights: Any, axis: Any = None, *, kind: Kind = "ternary", scale: bool = True, block_size: int | None = None
 ) -> jax.Array:
     """eformer's name for `straight_through` in `kind`: `Array1B.quantize(weights, ...)` dense, with identity gradient.
 
@@ -45,7 +50,7 @@ def straight_through_1bit(
     >>> lowbit.straight_through_1bit(jnp.array([0.5, -1.5, 0.0, 2.0]), kind="binary")
     Array([ 1., -1.,  1.,  1.], dtype=float32)
     """
-    return ste(Array1B.quantize)(weights, axis=axis, kind=kind, scale=scale, block_size=block_size)
+    return ste(Array1B.quantize)(weights, axis=_last(axis), kind=kind, scale=scale, block_size=block_size)
 
 
 def matmul_bf16_int8_weight_only(lhs: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
