@@ -8,6 +8,7 @@ from .blocks import WHOLE, block_max, block_sum, pack, spread, unpack
 from .int8 import Array8B
 from .nf4 import ArrayNF4
 from .onebit import Array1B
+from .packed import Layout, PackedArray, declare
 from .quantized import QuantizedArray, stored
 from .table import FORMATS, Format, register_format
 
@@ -18,11 +19,14 @@ __all__ = [
     "Array8B",
     "ArrayNF4",
     "Format",
+    "Layout",
+    "PackedArray",
     "QuantizedArray",
     "axis_spans",
     "block_max",
     "block_sum",
     "checked_input",
+    "declare",
     "finite_or_nan",
     "pack",
     "raise_if_not_finite",

@@ -107,6 +107,11 @@ def ordered_sum(x: jax.Array, axis: int, *, keepdims: bool = False) -> jax.Array
     return x if keepdims and n else jnp.sum(x, axis=at, keepdims=keepdims)  # of one element, or of none
 
 
+def unfused(product: jax.Array) -> jax.Array:
+    """A product that the compiler cannot fuse with an addition, which would skip its rounding."""
+    return jnp.maximum(product, np.float32(-3.4e38))
+
+
 def block_count(shape: Sequence[int], spans: Sequence[int]) -> np.ndarray:
     """The number of elements in each block, with size 1 on axes along which it is constant."""
     count = np.ones([1] * len(shape), np.float32)

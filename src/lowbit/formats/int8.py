@@ -40,7 +40,6 @@ class Array8B(QuantizedArray):
     """
 
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.int8),)
-    int8_multiplier: ClassVar[int | None] = 1
 
     @classmethod
     def quantize(
@@ -59,6 +58,10 @@ class Array8B(QuantizedArray):
         codes, scales = _encode(array, spans, checked_scale(scale, array.shape, spans, "int8"))
         raise_if_not_finite(array, scales, "int8")
         return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype, spans=spans)
+
+    @property
+    def int8_multiplier(self) -> int | None:
+        return 1
 
     @property
     def decoder(self) -> str:

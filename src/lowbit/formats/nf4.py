@@ -55,7 +55,6 @@ class ArrayNF4(QuantizedArray):
 
     component_names: ClassVar[dict[str, str]] = {"packed": "codes", "absmax": "scales"}
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
-    int8_multiplier: ClassVar[int | None] = 127
     block_sizes: ClassVar[tuple[int, ...] | None] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     scale_components: ClassVar[tuple[str, ...]] = ("group_absmax", "offset")
 
@@ -92,6 +91,10 @@ class ArrayNF4(QuantizedArray):
     @property
     def packing(self) -> dict[str, int]:
         return {"codes": 2}
+
+    @property
+    def int8_multiplier(self) -> int | None:
+        return 127
 
     @property
     def decoder(self) -> str:

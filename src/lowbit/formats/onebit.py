@@ -52,7 +52,6 @@ class Array1B(QuantizedArray):
     kind: Kind = aux_field(default="ternary")
 
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
-    int8_multiplier: ClassVar[int | None] = 1
     component_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
 
     @classmethod
@@ -116,6 +115,10 @@ class Array1B(QuantizedArray):
     @property
     def code_range(self) -> tuple[int, int] | None:
         return (0, 2) if self.kind == "ternary" else None
+
+    @property
+    def int8_multiplier(self) -> int | None:
+        return 1
 
     @property
     def decoder(self) -> str:

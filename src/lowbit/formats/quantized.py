@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from lowbit.runtime import aux_field
 
-from .blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unpack
+from .blocks import WHOLE, axis_slice, span_of, spread, stored_length, trimmed, unfused, unpack
 from .components import CODE_DTYPES, SCALE_DTYPES, check_codes, check_dtypes, spans_of_scales
 from .sharding import ShardedArray, check_shards
 from .table import Format, format_of
@@ -58,8 +58,6 @@ class QuantizedArray(ShardedArray):
     scale_components: ClassVar[tuple[str, ...]] = ()
     # The allowed dtypes of codes.
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = CODE_DTYPES
-    # Multiplier that maps levels to int8, rounded unless it is 1; None if they do not fit.
-    int8_multiplier: ClassVar[int | None] = None
     # The allowed block sizes; None for any.
     block_sizes: ClassVar[tuple[int, ...] | None] = None
 
@@ -94,6 +92,10 @@ class QuantizedArray(ShardedArray):
         """The scales as float32, however they are stored: bfloat16 and float16 in an array that was cast."""
         return self.scales if self.scales.dtype == jnp.float32 else self.scales.astype(jnp.float32)
 
+    def offset_values(self) -> jax.Array | None:
+        """The offsets as float32, with the spans of the scales; None if there are none."""
+        return None
+
     def component_dtypes(self) -> dict[str, tuple[np.dtype, ...]]:
         """The allowed dtypes of each component. `shape` raises if a component has another."""
         coded = any(getattr(self, name) is not None for name in self.scale_components)
@@ -112,6 +114,11 @@ class QuantizedArray(ShardedArray):
 
         A subclass with `levels` or `packing` of its own does not inherit it, nor `int8_multiplier`.
         """
+        return None
+
+    @property
+    def int8_multiplier(self) -> int | None:
+        """Multiplier that maps levels to int8, rounded unless it is 1; None if they do not fit."""
         return None
 
     def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
@@ -318,7 +325,20 @@ class QuantizedArray(ShardedArray):
         array = self.resolved()
         shape = array.stored_shape
         values = array.unpacked_levels(*(getattr(array, name) for name in array.packing), length=shape[-1])
-        return values * spread(lax.stop_gradient(array.scale_values()), array.spans, shape)
+        return array.scaled(
+            values, array.scale_values(), array.offset_values(), partial(spread, spans=array.spans, shape=shape)
+        )
+
+    @staticmethod
+    def scaled(
+        levels: jax.Array,
+        scales: jax.Array,
+        offsets: jax.Array | None,
+        spread: Callable[..., jax.Array] = lambda values: values,
+    ) -> jax.Array:
+        """`levels * scale + offset`, with each product rounded; `spread` gives a scale to each element."""
+        values = levels * spread(lax.stop_gradient(scales))
+        return values if offsets is None else unfused(values) + spread(lax.stop_gradient(offsets))
 
     def unpacked_levels(self, *code_components: jax.Array, length: int) -> jax.Array:
         """`levels` of packed codes, `length` of them along the last axis."""

@@ -18,6 +18,7 @@ class Format:
     - `options`: the other fields of a `QuantizationConfig` that `quantize` takes.
     - `top`: the largest level, for formats whose `quantize` takes `scale=`.
     - `scale_of_max`: computes scales from the largest |w| that they cover, for formats that need nothing else.
+    - `layout`: what the bits of a declared format mean (`formats.Layout`).
     """
 
     name: str
@@ -28,6 +29,7 @@ class Format:
     options: frozenset[str] = frozenset()
     top: float | None = None
     scale_of_max: Callable[[jax.Array], jax.Array] | None = None
+    layout: Any = None
 
 
 FORMATS: dict[str, Format] = {}

@@ -1,0 +1,140 @@
+"""Find scales and codes of blocks: by the largest magnitude, or by a search for the least weighted squared error.
+
+The search tries both signs and several sizes of the scale. For each it rounds the block, refits the scale by weighted
+least squares, and rounds the scale as it will be stored; the least error wins. Sums are in a fixed order, and no
+product is fused with an addition, so that a native encoder can give the same bits.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .blocks import ordered_sum, unfused
+from .levels import Integers, Levels, exponent_of, power_of_two
+
+# Sizes to try, in units of (largest magnitude of the block) / (largest level).
+FACTORS = tuple(float(f) for f in np.linspace(0.7, 1.15, 10, dtype=np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """How a scale will be stored: `round(scale)` is the scale that is read back. `signed`: scales may be negative."""
+
+    round: Callable[[jax.Array], jax.Array]
+    signed: bool
+
+
+def weights_of(blocks: jax.Array, mask: jax.Array | None, count: jax.Array, weighting: str) -> jax.Array:
+    """The weight of each squared error.
+
+    - "plain": 1.
+    - "root": sqrt(mean(w^2) + w^2), which guards large weights. It has the smallest KL on a language model.
+    """
+    if weighting == "plain":
+        weights = jnp.ones_like(blocks)
+    else:
+        squares = unfused(blocks * blocks)
+        weights = jnp.sqrt(ordered_sum(squares, -2, keepdims=True) / count + squares)
+    return weights if mask is None else weights * mask
+
+
+def search_scale(
+    blocks: jax.Array, weights: jax.Array, largest: jax.Array, levels: Levels, rounding: Rounding
+) -> jax.Array:
+    """The scale of each block of shape (..., block, column), as it is stored; 0 for blocks of zeros.
+
+    `largest`: the largest magnitude of each block, with size 1 in the place of the block.
+    """
+    weighted = weights * blocks
+    start = largest / np.float32(levels.largest)
+    factors = np.array([*FACTORS, *(-f for f in FACTORS)] if rounding.signed else FACTORS, np.float32)
+
+    def attempt(i: Any, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        error, scale = best
+        level = levels.decode(levels.nearest(blocks * reciprocal(jnp.asarray(factors)[i] * start)))
+        along = ordered_sum(unfused(weighted * level), -2, keepdims=True)
+        across = ordered_sum(unfused(weights * unfused(level * level)), -2, keepdims=True)
+        fitted = rounding.round(along * reciprocal(across))
+        # The squared error, without the sum of squares of the block itself.
+        lost = fitted * (unfused(fitted * across) - 2 * along)
+        better = lost < error
+        return jnp.where(better, lost, error), jnp.where(better, fitted, scale)
+
+    nothing = jnp.full_like(largest, jnp.inf), jnp.zeros_like(largest)
+    return lax.fori_loop(0, len(factors), attempt, nothing)[1]
+
+
+def search_affine(
+    blocks: jax.Array,
+    weights: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    levels: Integers,
+    rounding: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """The scale and the offset of each block, as they are stored, for codes from 0; `bounds` are its extremes."""
+    low, high = bounds
+    top = np.float32(2**levels.bits - 1)
+    middle, width = (low + high) / 2, high - low
+    total = ordered_sum(weights, -2, keepdims=True)
+    weighted = weights * blocks
+    sums = ordered_sum(weighted, -2, keepdims=True)
+    factors = jnp.asarray(np.linspace(0.7, 1.0, 10, dtype=np.float32))
+
+    def attempt(i: Any, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        error, scale, offset = best
+        size = factors[i] * width
+        tried = rounding(size / top)
+        start = rounding(middle - size / 2)
+        codes = levels.decode(levels.nearest((blocks - start) * reciprocal(tried)))
+        moment = ordered_sum(weights * codes, -2, keepdims=True)
+        spread = ordered_sum(unfused(weights * unfused(codes * codes)), -2, keepdims=True)
+        mixed = ordered_sum(unfused(weighted * codes), -2, keepdims=True)
+        slope = (total * mixed - moment * sums) * reciprocal(total * spread - moment * moment)
+        slope = rounding(jnp.where(slope > 0, slope, tried))
+        shift = rounding((sums - slope * moment) * reciprocal(total))
+        codes = levels.decode(levels.nearest((blocks - shift) * reciprocal(slope)))
+        lost = ordered_sum(weights * (blocks - (unfused(slope * codes) + shift)) ** 2, -2, keepdims=True)
+        better = lost < error
+        return tuple(jnp.where(better, new, old) for new, old in ((lost, error), (slope, scale), (shift, offset)))
+
+    plain = rounding(width / top), rounding(low)
+    return lax.fori_loop(0, len(factors), attempt, (jnp.full_like(low, jnp.inf), *plain))[1:]
+
+
+def reciprocal(values: jax.Array) -> jax.Array:
+    """1 / x, and 0 where x is 0."""
+    return jnp.where(values == 0, 0, 1 / jnp.where(values == 0, 1, values))
+
+
+def unit_of(largest: jax.Array) -> jax.Array:
+    """The power of two at or below a magnitude, so that dividing by it is exact and leaves neither huge nor tiny."""
+    return power_of_two(jnp.clip(exponent_of(largest), -120, 120))
+
+
+def by_blocks(array: jax.Array, axis: int, span: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """The array as (..., blocks, block, column): `axis` split, and moved before the last.
+
+    Also a mask of the elements that are there, None if all are, and the number of them in each block.
+    """
+    moved = jnp.moveaxis(array, axis, -1)
+    length = moved.shape[-1]
+    size = span or max(length, 1)
+    short = -length % size
+    padded = jnp.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, short)]) if short else moved
+    split = padded.reshape(*moved.shape[:-1], (length + short) // size, size)
+    inside = np.arange(length + short).reshape(-1, size) < length
+    count = jnp.asarray(np.maximum(inside.sum(-1), 1).astype(np.float32))
+    mask = jnp.asarray(inside.astype(np.float32)) if short else None
+    # One column: the order of sums is the same however the other axes are sliced or sharded.
+    return split[..., None], None if mask is None else mask[..., None], count[:, None, None]
+
+
+def joined(blocks: jax.Array, axis: int, length: int) -> jax.Array:
+    """Undo `by_blocks`: for arrays with a value for each element, or for each block if the block has size 1."""
+    flat = blocks[..., 0].reshape(*blocks.shape[:-3], blocks.shape[-3] * blocks.shape[-2])
+    return jnp.moveaxis(flat[..., :length], -1, axis)
