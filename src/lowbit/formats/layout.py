@@ -71,6 +71,8 @@ class Layout:
 
 
 class Options(NamedTuple):
+    """How to encode; the arguments of the same names of `PackedArray.quantize`."""
+
     offset: bool
     search: bool
     scale_dtype: np.dtype
@@ -108,12 +110,16 @@ class _Store:
 def encode_blocks(
     array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, given: jax.Array | None
 ) -> dict[str, Any]:
+    """The components of an array of this layout; `given` are scales to round by."""
     array = lax.stop_gradient(array).astype(jnp.float32)
     largest = block_max(array, spans)
     finite = jnp.isfinite(largest) if given is None else jnp.isfinite(largest) & jnp.isfinite(given)
     array = jnp.where(spread(finite, spans, array.shape), array, 0)
     largest = jnp.where(finite, largest, 0)
-    found = (_affine if options.offset else _symmetric)(array, spans, layout, options, largest, given)
+    if options.offset:
+        found = _affine(array, spans, layout, options, largest)
+    else:
+        found = _symmetric(array, spans, layout, options, largest, given)
     codes = found.pop("codes")
     if layout.scales is None:
         found["scales"] = jnp.where(finite, found["scales"], jnp.nan)
@@ -171,9 +177,8 @@ def _searched(array: jax.Array, spans: tuple[int, ...], largest: jax.Array, layo
 
 
 def _affine(
-    array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, largest: jax.Array, given: Any
+    array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, largest: jax.Array
 ) -> dict[str, jax.Array]:
-    del given
     unit = unit_of(largest)
     axis = next(a for a in range(-len(spans), 0) if spans[a] != 1)
     blocks, mask, count = by_blocks(array / spread(unit, spans, array.shape), axis, spans[axis])

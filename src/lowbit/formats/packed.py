@@ -14,7 +14,7 @@ import numpy as np
 
 from lowbit.runtime import aux_field
 
-from ._inputs import axis_spans, checked_dtype, checked_input, checked_scale, raise_if_not_finite
+from ._inputs import axis_spans, checked_block_size, checked_dtype, checked_input, checked_scale, raise_if_not_finite
 from .components import SCALE_DTYPES
 from .layout import Layout, Options, encode_blocks
 from .levels import Floats, Integers, Powers, Table
@@ -31,18 +31,13 @@ E2M1 = Floats(4, exponent=2, mantissa=1)
 
 @stored
 class PackedArray(QuantizedArray):
-    """An array of a declared format. `lowbit.quantize(w, "q4")` makes one.
-
-    >>> import jax, jax.numpy as jnp, lowbit
-    >>> q = lowbit.quantize(jax.random.normal(jax.random.key(0), (256, 128)), "q4")
-    >>> q.format.name, q.nbytes * 8 / q.size, (jnp.ones((2, 256)) @ q).shape
-    ('q4', 4.375, (2, 128))
-    """
+    """An array of a declared format (see `declare`): `value = level(code) * scale + offset`."""
 
     high: jax.Array | None
     offsets: jax.Array | None
     group_scales: jax.Array | None
     format_name: str = aux_field()
+    affine: bool = aux_field(default=False)  # integers from 0, with an offset
 
     component_names: ClassVar[dict[str, str]] = {"weight": "codes", "scale": "scales"}
     code_dtypes: ClassVar[tuple[np.dtype, ...]] = (np.dtype(np.uint8),)
@@ -63,7 +58,7 @@ class PackedArray(QuantizedArray):
     ) -> Self:
         """Quantize a dense array.
 
-        - `block_size`: how many elements along `axis` share a scale; default that of the format.
+        - `block_size`: how many elements along `axis` share a scale; -1 for all. Default that of the format.
         - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis.
         - `offset`: store the smallest value of each block too, for integers from 0.
         - `search`: search for the scale with the least error; False takes the largest magnitude.
@@ -73,14 +68,19 @@ class PackedArray(QuantizedArray):
         layout = layout_of(format_name)
         array = checked_input(array, format_name)
         dtype = checked_dtype(dtype, array, format_name)
-        spans = axis_spans(array.shape, axis, layout.block_size if block_size is None else block_size)
+        block_size = layout.block_size if block_size is None else block_size
+        spans = axis_spans(array.shape, axis, None if block_size == -1 else checked_block_size(block_size))
         given = checked_scale(scale, array.shape, spans, format_name)
         options = Options(offset, search and layout.weighting is not None, np.dtype(scale_dtype or np.float32))
         options.check(layout, format_name)
+        if offset and (scale is not None or sum(span != 1 for span in spans) != 1):
+            raise ValueError(f"offset=True for {format_name!r} needs a single axis, and does not take scale=.")
         components = dict.fromkeys(("high", "offsets", "group_scales")) | encode_blocks(
             array, spans, layout, options, given
         )
-        quantized = cls.build(shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, **components)
+        quantized = cls.build(
+            shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, affine=offset, **components
+        )
         raise_if_not_finite(array, quantized.scale_values(), format_name)
         return quantized
 
@@ -101,7 +101,7 @@ class PackedArray(QuantizedArray):
         for more in high:
             low = low | more << (8 // self.packing["codes"])
         levels = self.layout.levels
-        return Integers(levels.bits).decode(low) if self.offsets is not None else levels.decode(low)
+        return Integers(levels.bits).decode(low) if self.affine else levels.decode(low)
 
     def component_spans(self) -> dict[str, tuple[int, ...]]:
         spans = super().component_spans()
@@ -130,6 +130,9 @@ class PackedArray(QuantizedArray):
     def offset_values(self) -> jax.Array | None:
         return None if self.offsets is None else self.offsets.astype(jnp.float32)
 
+    def without_offsets(self) -> Self:
+        return self.replace(offsets=None)
+
     def plain(self) -> Self:
         if not self._has_scale_codes():
             return self
@@ -144,11 +147,15 @@ def layout_of(name: str) -> Layout:
     return layout
 
 
-def declare(name: str, layout: Layout, *, error: float, options: frozenset[str] = frozenset()) -> Format:
-    """Add a format of a layout to the table, and return its row.
+def declare(name: str, layout: Layout, *, error: float) -> Format:
+    """Add a format of a layout to the table, and return its row; `error` is its RMS error on N(0, 1).
 
-    - `error`: root mean square error on N(0, 1).
-    - `options`: the fields of a `QuantizationConfig` that apply to it, beside axis and block size.
+    >>> import jax.numpy as jnp, lowbit
+    >>> from lowbit.formats import Layout, declare, levels
+    >>> _ = declare("halves", Layout(levels.Table(2, (-2, -1, 1, 2)), block_size=16), error=0.33)
+    >>> lowbit.quantize(jnp.array([[2.0], [-1.0], [1.0]]), "halves").materialize().ravel()
+    Array([ 2., -1.,  1.], dtype=float32)
+    >>> _ = lowbit.FORMATS.pop("halves")
     """
     return register_format(
         Format(
@@ -157,7 +164,6 @@ def declare(name: str, layout: Layout, *, error: float, options: frozenset[str] 
             error=error,
             bits=float(layout.levels.bits),
             blocked=layout.block_size is not None,
-            options=options | ({"search"} if layout.weighting else frozenset()),
             top=layout.levels.largest,
             layout=layout,
         )
@@ -166,13 +172,14 @@ def declare(name: str, layout: Layout, *, error: float, options: frozenset[str] 
 
 _Q4 = (-19, -15, -12, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 12, 16, 21)
 _Q3 = (-13, -8, -4, -1, 2, 5, 9, 16)
-Q4 = declare("q4", Layout(Table(4, _Q4), 32, SIGNED8, "axis"), error=0.0751)
-Q3 = declare("q3", Layout(Table(3, _Q3), 32, SIGNED8, "axis"), error=0.154)
-Q2 = declare("q2", Layout(Table(2, (-6, -1, 3, 9)), 32, SIGNED8, "axis", weighting="plain"), error=0.310)
-_AFFINE = frozenset({"offset", "scale_dtype"})
-for _bits, _error in ((2, 0.33), (3, 0.16), (4, 0.08), (5, 0.04), (6, 0.02)):
-    declare(f"int{_bits}", Layout(Integers(_bits, 2 ** (_bits - 1)), 32), error=_error, options=_AFFINE)
-FP8 = declare("fp8", Layout(E4M3, None, weighting=None), error=0.026, options=frozenset({"scale_dtype"}))
-FP8_E5M2 = declare("fp8_e5m2", Layout(E5M2, None, weighting=None), error=0.05, options=frozenset({"scale_dtype"}))
-MXFP4 = declare("mxfp4", Layout(E2M1, 32, E8M0, weighting=None), error=0.115)
-NVFP4 = declare("nvfp4", Layout(E2M1, 16, E4M3, "matrix", weighting=None), error=0.095)
+LAYOUTS = {
+    "q4": Layout(Table(4, _Q4), 32, SIGNED8, "axis"),
+    "q3": Layout(Table(3, _Q3), 32, SIGNED8, "axis"),
+    "q2": Layout(Table(2, (-6, -1, 3, 9)), 32, SIGNED8, "axis", weighting="plain"),
+    **{f"int{bits}": Layout(Integers(bits, 2 ** (bits - 1)), 32) for bits in range(2, 7)},
+    "fp8": Layout(E4M3, None, weighting=None),
+    "fp8_e5m2": Layout(E5M2, None, weighting=None),
+    "mxfp4": Layout(E2M1, 32, E8M0, weighting=None),
+    "nvfp4": Layout(E2M1, 16, E4M3, "matrix", weighting=None),
+}
+"""Layouts by name. They are not in the table of formats yet: `declare` adds one."""

@@ -96,6 +96,15 @@ class QuantizedArray(ShardedArray):
         """The offsets as float32, with the spans of the scales; None if there are none."""
         return None
 
+    def without_offsets(self) -> Self:
+        """The same array with offsets of 0."""
+        return self
+
+    @property
+    def scale_like(self) -> tuple[str, ...]:
+        """The components with the spans of the scales."""
+        return ("scales",) if getattr(self, "offsets", None) is None else ("scales", "offsets")
+
     def component_dtypes(self) -> dict[str, tuple[np.dtype, ...]]:
         """The allowed dtypes of each component. `shape` raises if a component has another."""
         coded = any(getattr(self, name) is not None for name in self.scale_components)
@@ -373,13 +382,15 @@ class QuantizedArray(ShardedArray):
 
     def times(self, number: Any) -> Self:
         """Multiply the array by a number: the scales, which become float32, are multiplied."""
-        array = self.plain()
-        return array.replace(scales=array.scale_values() * jnp.asarray(number, jnp.float32))
+        return self._scaled_by(lambda scales: scales * jnp.asarray(number, jnp.float32))
 
     def divided_by(self, number: Any) -> Self:
         """Divide the array by a number: the scales are divided."""
+        return self._scaled_by(lambda scales: scales / jnp.asarray(number, jnp.float32))
+
+    def _scaled_by(self, fn: Callable[[jax.Array], jax.Array]) -> Self:
         array = self.plain()
-        return array.replace(scales=array.scale_values() / jnp.asarray(number, jnp.float32))
+        return array.replace(**{name: fn(getattr(array, name).astype(jnp.float32)) for name in array.scale_like})
 
     # Python numbers are handled here, since the compiled operators of the base class would trace them.
 

@@ -37,8 +37,11 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     spans = w.component_spans()
     columns = w.stored_shape[-1]
     values = w.unpacked_levels(*(chosen(getattr(w, name), spans[name]) for name in w.packing), length=columns)
-    scales = spread(chosen(lax.stop_gradient(w.scale_values()), w.spans), w.spans[-1:], (columns,))
-    return (values * scales).astype(w.dtype)
+
+    def wide(scales: jax.Array) -> jax.Array:
+        return spread(chosen(scales, w.spans), w.spans[-1:], (columns,))
+
+    return w.scaled(values, w.scale_values(), w.offset_values(), wide).astype(w.dtype)
 
 
 def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:

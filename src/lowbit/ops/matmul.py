@@ -15,6 +15,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from lowbit.dispatch import by_platform, compute, find_kernels, nearest, use_kernel
+from lowbit.formats.blocks import WHOLE, block_sum, repeated, span_of
 from lowbit.formats.sharding import explicit_axes
 from lowbit.kernels import reference
 from lowbit.kernels.product import Product
@@ -28,6 +29,8 @@ matmul_p = Primitive("lowbit_matmul")
 def matmul(product: Product, *, kernel: bool | None = None) -> jax.Array:
     """Multiply; `kernel` says whether in a fused kernel, None leaves it to the setting or the array."""
     x, w, batch = product.x, product.w, product.batch
+    if w.offset_values() is not None:
+        return _with_offsets(product, kernel)
     if w.transposed or x.shape[: len(batch)] != batch or x.shape[-1] != product.k or x.ndim <= len(batch):
         raise ValueError(
             f"matmul: x of shape {x.shape} does not fit w of shape {w.shape} contracted along axis {product.contract}."
@@ -40,6 +43,23 @@ def matmul(product: Product, *, kernel: bool | None = None) -> jax.Array:
     kernels = find_kernels("matmul", product) if fused else {}
     program = _program.trace(jax.tree.unflatten(tree, leaves), kernels=tuple(kernels.items())).jaxpr
     return matmul_p.bind(*leaves, tree=tree, program=program, kernel=fused)
+
+
+def _with_offsets(product: Product, kernel: bool | None) -> jax.Array:
+    """The product of the scaled levels, and a thin one of block sums of x with the offsets."""
+    w = product.w
+    wide = jnp.promote_types(product.dtype, jnp.float32)
+    y = matmul(replace(product, w=w.without_offsets(), dtype=wide), kernel=kernel)
+    w = w.resolved()
+    offsets: Any = jax.lax.stop_gradient(w.offset_values())
+    contract, kept = product.contract, -3 - product.contract
+    sums = block_sum(product.x.astype(wide), (span_of(w.spans, contract),))
+    batch = tuple(range(w.ndim - 2))
+    dims = (((sums.ndim - 1,), (offsets.ndim + contract,)), (batch, batch))
+    thin = jax.lax.dot_general(sums, offsets.astype(wide), dims, precision=jax.lax.Precision.HIGHEST)
+    span = span_of(w.spans, kept)
+    thin = thin if span == WHOLE else repeated(thin, -1, span, product.n)
+    return (y + thin).astype(product.dtype)
 
 
 # A compiled function caches its traces, so a product of the same kind is traced once.

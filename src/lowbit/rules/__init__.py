@@ -2,5 +2,6 @@
 
 from . import contraction as contraction
 from . import elementwise as elementwise
+from . import joining as joining
 from . import lookup as lookup
 from . import structural as structural

@@ -13,7 +13,8 @@ from lowbit.formats.quantized import QuantizedArray
 from lowbit.ops.take import take
 from lowbit.runtime import register
 
-from .structural import alike, full_spans, is_packed, untransposed
+from .joining import alike
+from .structural import full_spans, is_packed, untransposed
 
 
 def _takes_layers(w: QuantizedArray, dims: Any, sizes: Any, index_ndim: int) -> bool:
@@ -80,11 +81,15 @@ class _Gather:
 
     def decoded(self, inside: jax.Array) -> jax.Array:
         w, shape = self.w, self.w.stored_shape
-        scales = self._rows("scales", lax.stop_gradient(w.scale_values()), inside)
-        for a, at in self.place.items():
-            span = self.spans["scales"][a]
-            if span > 1 and self.sizes[a] == shape[a]:
-                scales = repeated(scales, at - scales.ndim, span, shape[a])
+
+        def wide(scales: jax.Array) -> jax.Array:
+            scales = self._rows("scales", scales, inside)
+            for a, at in self.place.items():
+                span = self.spans["scales"][a]
+                if span > 1 and self.sizes[a] == shape[a]:
+                    scales = repeated(scales, at - scales.ndim, span, shape[a])
+            return scales
+
         codes = [self._rows(name, getattr(w, name), inside) for name in w.packing]
         at = self.place.get(w.ndim - 1)
         if at is None:
@@ -92,7 +97,7 @@ class _Gather:
         else:  # codes unpack along the last axis
             moved = (jnp.moveaxis(component, at, -1) for component in codes)
             values = jnp.moveaxis(w.unpacked_levels(*moved, length=self.sizes[-1]), -1, at)
-        return (values * scales).astype(w.dtype)
+        return w.scaled(values, w.scale_values(), w.offset_values(), wide).astype(w.dtype)
 
     def _rows(self, name: str, component: jax.Array, inside: jax.Array) -> jax.Array:
         """What a component stores for the elements taken."""

@@ -35,6 +35,11 @@ def moved_codes(
     return {name: fn(getattr(w, name)) for name in w.packing}
 
 
+def moved_scales(w: QuantizedArray, fn: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
+    """The scales, and the offsets if there are some, as `fn` moves them."""
+    return {name: fn(getattr(w, name)) for name in w.scale_like}
+
+
 def unpacked(w: QuantizedArray) -> dict[str, jax.Array]:
     """The code components, unpacked to one code per element."""
     length = w.stored_shape[-1]
@@ -90,7 +95,7 @@ def stored_permuted(w: QuantizedArray, order: Sequence[int], transposed: bool) -
         [shape[a] for a in order],
         [spans[a] for a in order],
         transposed=transposed,
-        scales=lax.transpose(w.scales, order),
+        **moved_scales(w, lambda scales: lax.transpose(scales, order)),
         **codes,
     )
 
@@ -130,8 +135,8 @@ def squeezed(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
     return w.reshaped(
         [shape[a] for a in kept],
         [spans[a] for a in kept],
-        scales=lax.squeeze(w.scales, gone),
         transposed=flag,
+        **moved_scales(w, lambda scales: lax.squeeze(scales, gone)),
         **codes,
     )
 
@@ -153,7 +158,7 @@ def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
     sizes = [(1, 1) if a in axes else next(old) for a in range(ndim)]
     codes = moved_codes(w, lambda codes: lax.expand_dims(codes, axes), along_last=ndim - 1 in axes)
     shape, spans = zip(*sizes, strict=True)
-    return w.reshaped(shape, spans, scales=lax.expand_dims(w.scales, axes), **codes)
+    return w.reshaped(shape, spans, **moved_scales(w, lambda scales: lax.expand_dims(scales, axes)), **codes)
 
 
 @register("squeeze")
@@ -182,7 +187,7 @@ def _(w: QuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence
 
     codes = moved_codes(w, grow, along_last=last is not None)
     scales = [n if spans[a] == WHOLE else stored_length(shape[a], spans[a]) for a, n in enumerate(w.scales.shape)]
-    return w.reshaped(shape, spans, scales=jnp.broadcast_to(w.scales, scales), **codes)
+    return w.reshaped(shape, spans, **moved_scales(w, lambda x: jnp.broadcast_to(x, scales)), **codes)
 
 
 # --- reshape
@@ -233,15 +238,18 @@ def _reshaped_core(w: QuantizedArray, shape: Sequence[int]) -> Any:
         sizes.append(math.prod(lengths) // covered)
         repeats.append(covered // span)
         spans += new_spans
-    scales = w.scales.reshape(sizes)
-    for axis, times in enumerate(repeats):
-        scales = repeated(scales, axis - len(sizes), times, sizes[axis] * times)
-    scales = scales.reshape([stored_length(n, span) for n, span in zip(shape, spans, strict=True)])
+
+    def resized(scales: jax.Array) -> jax.Array:
+        scales = scales.reshape(sizes)
+        for axis, times in enumerate(repeats):
+            scales = repeated(scales, axis - len(sizes), times, sizes[axis] * times)
+        return scales.reshape([stored_length(n, span) for n, span in zip(shape, spans, strict=True)])
+
     if all(n % per_byte == 0 for n in (old_shape[-1], shape[-1]) for per_byte in w.packing.values()):
         codes = {name: getattr(w, name).reshape(*shape[:-1], shape[-1] // n) for name, n in w.packing.items()}
     else:
         codes = moved_codes(w, lambda codes: codes.reshape(shape))
-    return w.reshaped(shape, spans, scales=scales, **codes)
+    return w.reshaped(shape, spans, **moved_scales(w, resized), **codes)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -336,7 +344,7 @@ def sliced(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> An
     starts, sizes = [starts[a] for a in axes], [sizes[a] for a in axes]
     shape, spans = list(w.stored_shape), full_spans(w)
     moved = [a for a in range(ndim) if sizes[a] != shape[a]]
-    scales, at = w.scales, list(starts)
+    scales, at = moved_scales(w, lambda scales: scales), list(starts)
     for a in moved:
         if spans[a] == WHOLE:
             continue
@@ -349,7 +357,7 @@ def sliced(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> An
             if sizes[a] % spans[a] and start + sizes[a] != shape[a]:
                 return NotImplemented
             at[a] = start // spans[a]
-        scales = _window(scales, a, at[a], stored_length(sizes[a], spans[a]))
+        scales = {name: _window(x, a, at[a], stored_length(sizes[a], spans[a])) for name, x in scales.items()}
 
     def window(codes: jax.Array) -> jax.Array:
         for a in moved:
@@ -357,7 +365,7 @@ def sliced(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> An
         return codes
 
     codes = moved_codes(w, window, along_last=ndim - 1 in moved)
-    return w.reshaped(sizes, spans, scales=scales, **codes)
+    return w.reshaped(sizes, spans, **scales, **codes)
 
 
 def _window(component: jax.Array, axis: int, start: Any, size: int) -> jax.Array:
@@ -383,7 +391,8 @@ def _strided(w: QuantizedArray, starts: Any, limits: Any, strides: Any) -> Any:
     scale_steps = [(0, stored[a], 1) if steps[a] == (0, shape[a], 1) else steps[a] for a in range(w.ndim)]
     new_shape = [len(range(*bounds)) for bounds in zip(starts, limits, strides, strict=True)]
     codes = moved_codes(w, lambda codes: lax.slice(codes, starts, limits, strides))
-    return w.reshaped(new_shape, spans, scales=lax.slice(w.scales, *zip(*scale_steps, strict=True)), **codes)
+    bounds = list(zip(*scale_steps, strict=True))
+    return w.reshaped(new_shape, spans, **moved_scales(w, lambda scales: lax.slice(scales, *bounds)), **codes)
 
 
 @register("dynamic_slice")
@@ -406,83 +415,6 @@ def _(w: QuantizedArray, *, sizes: Sequence[int], axis: int) -> Any:
         slices.append(sliced(w, starts, [size if a == axis else n for a, n in enumerate(w.shape)]))
         start += size
     return NotImplemented if any(w is NotImplemented for w in slices) else slices
-
-
-# --- joining
-
-
-def alike(arrays: Sequence[Any], *, but_for: Sequence[str] = ("lengths",)) -> list[QuantizedArray] | None:
-    """The arrays in one storage order, or None if their codes or scales have different meanings.
-
-    Scales of several dtypes are promoted, so that no value changes. Static fields named by `but_for` may differ.
-    """
-    if not all(type(a) is type(arrays[0]) for a in arrays):
-        return None
-    arrays = [a.resolved().plain() for a in arrays]
-    if len({a.transposed for a in arrays}) > 1:
-        arrays = [untransposed(a) for a in arrays]
-    kinds = {jax.tree.structure(a.replace(**dict.fromkeys(but_for))) for a in arrays}
-    if len(kinds) > 1:
-        return None
-    dtypes = {name: jnp.result_type(*(getattr(a, name).dtype for a in arrays)) for name in arrays[0].components()}
-    return [
-        a.replace(**{name: component.astype(dtypes[name]) for name, component in a.components().items()})
-        for a in arrays
-    ]
-
-
-@register("concatenate")
-def _(*operands: QuantizedArray, dimension: int) -> Any:
-    return _concatenated(operands, dimension)
-
-
-def _concatenated(operands: Sequence[QuantizedArray], dimension: int) -> Any:
-    arrays = alike(operands)
-    if arrays is None:
-        return NotImplemented
-    first = arrays[0]
-    axis = first.swapped(dimension - first.ndim) + first.ndim
-    spans, shape = full_spans(first), list(first.stored_shape)
-    lengths = [a.stored_shape[axis] for a in arrays]
-    if spans[axis] == WHOLE or (spans[axis] > 1 and any(n % spans[axis] for n in lengths[:-1])):
-        return NotImplemented
-    shape[axis] = sum(lengths)
-    aligned = axis != len(shape) - 1 or not any(n % p for n in lengths[:-1] for p in first.packing.values())
-    if aligned:
-        codes = {name: lax.concatenate([getattr(a, name) for a in arrays], axis) for name in first.packing}
-    else:
-        apart = [unpacked(a) for a in arrays]
-        codes = {name: pack(lax.concatenate([a[name] for a in apart], axis), n) for name, n in first.packing.items()}
-    scales = lax.concatenate([a.scales for a in arrays], axis)
-    return first.reshaped(shape, spans, scales=scales, **codes)
-
-
-@register("stack")
-def _(*operands: QuantizedArray, axis: int) -> Any:
-    return _concatenated([expanded(w, [axis]) for w in operands], axis)
-
-
-@register("unstack")
-def _(w: QuantizedArray, *, axis: int) -> Any:
-    sizes = [1 if a == axis else n for a, n in enumerate(w.shape)]
-    rows = [sliced(w, [i if a == axis else 0 for a in range(w.ndim)], sizes) for i in range(w.shape[axis])]
-    return NotImplemented if w.ndim == 1 else [squeezed(row, [axis]) for row in rows]
-
-
-@register("dynamic_update_slice")
-def _(w: QuantizedArray, update: QuantizedArray, *starts: Any) -> Any:
-    arrays = alike([w, update])
-    if arrays is None:
-        return NotImplemented
-    w, update = arrays
-    ndim, spans = w.ndim, full_spans(w)
-    stored_starts = [starts[w.swapped(a - ndim) + ndim] for a in range(ndim)]
-    partial = [a for a in range(ndim) if update.stored_shape[a] != w.stored_shape[a]]
-    if any(spans[a] != 1 for a in partial) or (is_packed(w) and ndim - 1 in partial):
-        return NotImplemented
-    at = [jnp.asarray(start if a in partial else 0, jnp.int32) for a, start in enumerate(stored_starts)]
-    new = {name: lax.dynamic_update_slice(getattr(w, name), getattr(update, name), at) for name in w.components()}
-    return w.replace(**new)
 
 
 # --- dtype and sharding

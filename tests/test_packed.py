@@ -1,0 +1,175 @@
+"""Declared formats: what codes mean, how scales are found, and every operation on codes, scale codes and offsets."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_close
+
+import lowbit
+from lowbit import FORMATS, implicit
+from lowbit.formats import Layout, declare, levels, packed
+
+AFFINE = ("int4", {"offset": True})
+WAYS = [*((name, {}) for name in packed.LAYOUTS), AFFINE, ("int3", {"offset": True, "scale_dtype": jnp.bfloat16})]
+
+
+@pytest.fixture(autouse=True)
+def declared() -> Iterator[None]:
+    for name, layout in packed.LAYOUTS.items():
+        declare(name, layout, error=1.0)
+    yield
+    for name in packed.LAYOUTS:
+        del FORMATS[name]
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def relative_mse(name: str, w: jax.Array, **options: Any) -> float:
+    q = FORMATS[name].quantize(w, **options)
+    return float(jnp.sum((q.materialize() - w) ** 2) / jnp.sum(w**2))
+
+
+@pytest.mark.parametrize(
+    ("floats", "dtype"),
+    [(packed.E4M3, ml_dtypes.float8_e4m3fn), (packed.E5M2, ml_dtypes.float8_e5m2), (packed.E2M1, None)],
+)
+def test_small_floats_are_those_of_the_standard(floats: levels.Floats, dtype: Any) -> None:
+    if dtype is None:
+        want = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        np.testing.assert_array_equal(floats.table, [*want, *-want])
+        x = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 9], np.float32)  # ties go to the even code
+        np.testing.assert_array_equal(floats.table[np.asarray(floats.nearest(x))], [0, 1, 1, 2, 2, 4, 4, 6])
+        return
+    want = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    known = np.isfinite(want)
+    np.testing.assert_array_equal(floats.table[known], want[known])
+    assert np.isnan(floats.table[~known]).all()
+    x = np.clip(np.asarray(normal(20000)) * np.float32(3.0) ** np.arange(-10, 10).repeat(1000), -448, 448)
+    got = floats.table[np.asarray(floats.nearest(jnp.asarray(x)))]
+    np.testing.assert_array_equal(got, x.astype(dtype).astype(np.float32))
+
+
+def test_tables_that_mean_nothing_raise() -> None:
+    for values, message in [
+        ((0, 1, 1, 2), "level 1 is 1 and level 2 is 1"),
+        ((0, float("nan"), 1, 2), "level 0 is 0 and level 1 is nan"),
+        ((1, 2, 3), "2-bit codes has 4 levels, not 3"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            levels.Table(2, values)
+
+
+# Relative squared error on N(0, 1), with blocks of 32 and of 16.
+@pytest.mark.parametrize(
+    ("name", "options", "bound", "bits"),
+    [
+        ("q4", {}, 0.0058, 4.28125),
+        ("q4", {"block_size": 16}, 0.0046, 4.53125),
+        ("q3", {}, 0.0240, 3.28125),
+        ("q2", {}, 0.0990, 2.28125),
+        ("int4", {}, 0.0068, 5.0),
+        ("int4", {"scale_dtype": jnp.float16}, 0.0068, 4.5),
+        ("int4", {"offset": True}, 0.0055, 6.0),
+        ("mxfp4", {}, 0.0134, 4.25),
+        ("nvfp4", {}, 0.0092, 4.501953125),
+        ("fp8", {}, 0.00072, 8.03125),
+    ],
+)
+def test_errors_and_bits(name: str, options: Any, bound: float, bits: float) -> None:
+    w = normal(1024, 16)
+    assert relative_mse(name, w, **options) < bound
+    q = FORMATS[name].quantize(w, **options)
+    assert 8 * q.nbytes / q.size == bits
+
+
+def test_the_search_is_better_than_the_largest_magnitude() -> None:
+    w = normal(512, 16)
+    for name, options in (("q4", {}), ("q2", {}), ("int3", {}), AFFINE):
+        assert relative_mse(name, w, **options) < 0.9 * relative_mse(name, w, search=False, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
+def test_operations_agree_with_the_dense_array(name: str, options: Any) -> None:
+    q = FORMATS[name].quantize(normal(64, 48), **options)
+    stack = FORMATS[name].quantize(normal(3, 64, 32), **options)
+    w, x = q.materialize(), normal(4, 64, seed=1)
+    ids = jnp.array([3, 60, 3])
+    with lowbit.materialization("error"):
+        assert_close(x @ q, x @ w)
+        assert_close(normal(4, 48, seed=2) @ q.T, normal(4, 48, seed=2) @ w.T)
+        assert_close(jax.grad(lambda x: jnp.sin(x @ q).sum())(x), jax.grad(lambda x: jnp.sin(x @ w).sum())(x))
+        for fn in (
+            lambda w: w[ids],
+            lambda w: w[:, 5:9],
+            lambda w: w.reshape(64, 6, 8),
+            lambda w: -w,
+            lambda w: jnp.concatenate([w, w], 1),
+            lambda w: w[None].astype(jnp.bfloat16),
+        ):
+            np.testing.assert_array_equal(lowbit.materialize(implicit(fn)(q)), fn(w))
+        assert_close(2.5 * q, 2.5 * w, 1e-6)  # the scales are rounded once more
+        y = implicit(lambda x, w: jax.lax.scan(lambda x, w: (x, x @ w), x, w)[1])(x, stack)
+    assert_close(y, jnp.einsum("bk,lkn->lbn", x, stack.materialize()))
+
+
+@pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
+def test_short_blocks_zeros_and_nan(name: str, options: Any) -> None:
+    w = normal(50, 6).at[:, 2].set(0).at[7, 4].set(jnp.inf)
+    with pytest.raises(ValueError, match=rf"quantize to '{name}': 1 of 300 values are NaN or infinite"):
+        FORMATS[name].quantize(w, **options)
+    got = jax.jit(lambda w: FORMATS[name].quantize(w, **options).materialize())(w)
+    if name != "nvfp4" and FORMATS[name].blocked:
+        assert got.shape == w.shape and not jnp.isnan(jnp.delete(got, 4, 1)).any()
+    assert jnp.isnan(got[7, 4]) and (got[:, 2] == 0).all() and not jnp.isnan(got[:, :2]).any()
+    tiny = FORMATS[name].quantize(normal(50, 6) * 1e-30, **options).materialize()
+    assert float(jnp.linalg.norm(tiny * 1e30 - normal(50, 6)) / jnp.linalg.norm(normal(50, 6))) < 0.4
+
+
+def test_options_that_do_not_apply_raise() -> None:
+    w = normal(64, 8)
+    for name, options, message in [
+        ("q4", {"offset": True}, "offset=True is for integers, and 'q4'"),
+        ("q4", {"scale_dtype": jnp.float16}, "those of 'q4' are codes"),
+        ("int4", {"scale_dtype": jnp.int8}, "must be one of float32, bfloat16, float16"),
+        ("int4", {"block_size": 0}, "block_size=0 must be at least 1"),
+        ("int4", {"offset": True, "scale": jnp.ones((2, 8))}, "needs a single axis, and does not take scale="),
+        ("int4", {"offset": True, "axis": (0, 1), "block_size": -1}, "needs a single axis"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            FORMATS[name].quantize(w, **options)
+    with pytest.raises(ValueError, match="'nf4' is not a declared format: those are q4, q3"):
+        packed.layout_of("nf4")
+
+
+def test_given_scales_are_the_ones_that_are_stored() -> None:
+    w = normal(64, 8)
+    scale = jnp.abs(FORMATS["int4"].quantize(w).scales)
+    np.testing.assert_array_equal(FORMATS["int4"].quantize(w, scale=2 * scale).scales, 2 * scale)
+    coded = FORMATS["q4"].quantize(w, scale=scale)
+    assert_close(coded.scale_values(), scale, 0.05)
+
+
+def test_a_file_keeps_every_component(tmp_path: Any) -> None:
+    tree = {name: FORMATS[name].quantize(normal(64, 32), **options) for name, options in WAYS}
+    lowbit.save(tmp_path / "a.safetensors", tree)
+    back = lowbit.load(tmp_path / "a.safetensors")
+    for name, q in tree.items():
+        assert jax.tree.structure(back[name]) == jax.tree.structure(q)
+        for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(back[name]), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_layout_of_your_own() -> None:
+    declare("own", Layout(levels.Table(2, (-2, -1, 1, 2)), block_size=16), error=0.33)
+    try:
+        q = lowbit.quantize(normal(64, 8), "own")
+        assert q.format is FORMATS["own"] and "PackedArray('own', shape=(64, 8)" in repr(q)
+    finally:
+        del FORMATS["own"]
