@@ -111,13 +111,13 @@ def test_levels_of_a_subclass_are_what_products_and_lookups_use(cls: type) -> No
 
 def test_a_subclass_keeps_the_decoder_that_fits_its_levels() -> None:
     w = jnp.ones((64, 32))
-    assert Known8B.quantize(w).decoder == "int8" and Known8B.int8_multiplier == 1
+    assert (Known8B.quantize(w).decoder, Known8B.quantize(w).int8_multiplier) == ("int8", 1)
 
     @formats.stored
     class Renamed(lowbit.ArrayNF4):
         """A subclass that changes nothing."""
 
-    assert Renamed.quantize(w).decoder == "nf4" and Renamed.int8_multiplier == 127
+    assert (Renamed.quantize(w).decoder, Renamed.quantize(w).int8_multiplier) == ("nf4", 127)
 
 
 def test_registering_another_format_under_a_known_name_raises(example, monkeypatch) -> None:

@@ -153,8 +153,8 @@ def declare(name: str, layout: Layout, *, error: float) -> Format:
     >>> import jax.numpy as jnp, lowbit
     >>> from lowbit.formats import Layout, declare, levels
     >>> _ = declare("halves", Layout(levels.Table(2, (-2, -1, 1, 2)), block_size=16), error=0.33)
-    >>> lowbit.quantize(jnp.array([[2.0], [-1.0], [1.0]]), "halves").materialize().ravel()
-    Array([ 2., -1.,  1.], dtype=float32)
+    >>> lowbit.quantize(jnp.ones((16, 8)), "halves").materialize().shape
+    (16, 8)
     >>> _ = lowbit.FORMATS.pop("halves")
     """
     return register_format(
