@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import random
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,12 @@ def reads(path: Path) -> Any:
     return load_metadata(path), load(path), {name: [file.type(name), file.array(name)] for name in file}
 
 
-def refused(path: Path) -> tuple[str, int]:
+def refused(path: Path, read: Callable[[Path], Any] = reads) -> tuple[str, int]:
     """The message of the error, and the peak of allocated bytes."""
     error = ""
     tracemalloc.start()
     try:
-        reads(path)
+        read(path)
     except ValueError as raised:
         error = str(raised)
     peak = tracemalloc.get_traced_memory()[1]

@@ -13,6 +13,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from files_helpers import refused
 from gguf import GGMLQuantizationType as Type
 
 from lowbit import Array1B, Array8B
@@ -267,25 +268,11 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refused(path: Path) -> tuple[str, int]:
-    """The message of the error, and the peak of allocated bytes."""
-    error = ""
-    tracemalloc.start()
-    try:
-        GGUFFile(path)
-    except ValueError as raised:
-        error = str(raised)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert error, "it was read"
-    return error, peak
-
-
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_forged_file_raises_one_error(case, tmp_path):
     contents, message = HOSTILE[case]
     path = raw_file(tmp_path, **contents)
-    error, peak = refused(path)
+    error, peak = refused(path, GGUFFile)
     assert re.search(f"hostile.gguf.*{message}", error), error
     assert peak < 1 << 16
 
@@ -301,7 +288,7 @@ def test_an_empty_file_is_an_error_and_a_missing_one_is_missing(tmp_path):
 def test_more_values_than_any_model_has_are_refused_before_they_are_made(tmp_path):
     count = 5 << 20
     path = raw_file(tmp_path, keys=[("k", 9, array_of(0, count, bytes(count)))])
-    error, peak = refused(path)
+    error, peak = refused(path, GGUFFile)
     assert "hostile.gguf" in error and "key 'k' exceeds 4194304" in error
     assert peak < 1 << 16
 

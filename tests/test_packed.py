@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import assert_close
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lowbit
 from lowbit import FORMATS, implicit
@@ -144,8 +146,43 @@ def test_options_that_do_not_apply_raise() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             FORMATS[name].quantize(w, **options)
-    with pytest.raises(ValueError, match="'nf4' is not a declared format: those are q4, q3"):
+    with pytest.raises(ValueError, match=r"'nf4' is not a declared format \(q4, q3"):
         packed.layout_of("nf4")
+
+
+def test_scales_that_their_dtype_cannot_hold_raise() -> None:
+    for size in (1e7, 1e-9):
+        for offset in (False, True) if size > 1 else (False,):
+            with pytest.raises(
+                ValueError, match=r"scale_dtype=float16 cannot hold the scales of 'int4' .* values up to"
+            ):
+                FORMATS["int4"].quantize(size * normal(64, 8), scale_dtype=jnp.float16, offset=offset)
+
+
+def test_a_search_that_cannot_be_done_raises_when_asked_for() -> None:
+    for name, options in [
+        ("mxfp4", {}),
+        ("int4", {"axis": (0, 1), "block_size": -1}),
+        ("int4", {"scale": jnp.ones((2, 8))}),
+    ]:
+        FORMATS[name].quantize(normal(64, 8), **options)
+        with pytest.raises(ValueError, match=f"search=True for '{name}' needs"):
+            FORMATS[name].quantize(normal(64, 8), search=True, **options)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)])
+@pytest.mark.parametrize(("name", "options"), [("q4", {}), ("nvfp4", {}), ("int3", {}), AFFINE], ids=str)
+def test_sharded_products(name: str, options: Any, spec: P, kind: AxisType) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+    w, x = normal(128, 64), normal(8, 128, seed=1)
+    q = FORMATS[name].quantize(w, **options)
+    with jax.set_mesh(mesh):
+        placed = q.with_sharding(NamedSharding(mesh, spec))
+        assert placed.sharding.spec == spec and placed.is_sharded
+        with lowbit.materialization("error"):
+            y = jax.jit(lambda x, q: x @ q)(jax.device_put(x, NamedSharding(mesh, P())), placed)
+    assert_close(np.asarray(y), np.asarray(x @ q))
 
 
 def test_given_scales_are_the_ones_that_are_stored() -> None:
@@ -170,6 +207,8 @@ def test_a_layout_of_your_own() -> None:
     declare("own", Layout(levels.Table(2, (-2, -1, 1, 2)), block_size=16), error=0.33)
     try:
         q = lowbit.quantize(normal(64, 8), "own")
+        assert declare("own", q.layout, error=0.33) is FORMATS["own"]
+        assert lowbit.quantize(normal(64, 8), lowbit.QuantizationConfig("own"), block_size=16).block_size == 16
         assert q.format is FORMATS["own"] and "PackedArray('own', shape=(64, 8)" in repr(q)
     finally:
         del FORMATS["own"]

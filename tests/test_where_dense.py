@@ -64,3 +64,13 @@ def test_dense_weights_have_the_line_that_builds_them() -> None:
         found = dense_weights(jax.jit(implicit(moved)), params(), jnp.ones((2, 64)))
         (exp,) = [weight for weight in found if weight.primitive == "exp"]
     assert exp.line == f"{__file__}:{line_of(moved, 'jnp.exp')}, in moved"
+
+
+def test_name_scopes_of_the_model_are_kept() -> None:
+    def model(p: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            return jnp.tanh(x @ p["layers"][0]["kernel"])
+
+    jaxpr = jax.make_jaxpr(implicit(model))(params(), jnp.ones((2, 64)))
+    scopes = {str(eqn.source_info.name_stack) for eqn in jaxpr.eqns if str(eqn.primitive) in ("lowbit_matmul", "tanh")}
+    assert scopes == {"attention"}

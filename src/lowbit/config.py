@@ -226,6 +226,8 @@ def _contradiction(name: str, value: Any, own: Any) -> ValueError:
 
 def default_block_size(format: Format) -> int | None:
     """The default block size of a format; None for one scale along the whole axis."""
+    if format.layout is not None:
+        return format.layout.block_size
     parameter = inspect.signature(format.quantize).parameters.get("block_size")
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 

@@ -1,6 +1,7 @@
 """Formats: what the stored bits mean. One file per format; no primitives, no platforms.
 
-A custom format is a subclass of `QuantizedArray`, written with the functions below: see `examples/new_format.py`.
+A custom format is a `Layout` added by `declare`, or a subclass of `QuantizedArray` written with the functions below:
+see `examples/new_format.py`.
 """
 
 from ._inputs import axis_spans, checked_input, finite_or_nan, raise_if_not_finite

@@ -16,7 +16,6 @@ from .components import SCALE_DTYPES
 from .levels import Integers, Levels, Powers
 from .search import (
     FACTORS,
-    Rounding,
     by_blocks,
     joined,
     reciprocal,
@@ -153,7 +152,9 @@ def _symmetric(
         scales = store.round(largest / unit * np.float32(1 / layout.anchor))
     codes = layout.levels.nearest(array * spread(reciprocal(scales), spans, array.shape))
     if layout.scales is None:
-        return {"codes": codes, "scales": (scales * unit).astype(options.scale_dtype)}
+        stored = (scales * unit).astype(options.scale_dtype)
+        fits = jnp.isfinite(stored) & ((stored != 0) | (scales == 0))
+        return {"codes": codes, "scales": jnp.where(fits, stored, jnp.nan)}
     return {"codes": codes, "scales": store.stored(scales)} | ({"group_scales": group * unit} if layout.group else {})
 
 
@@ -172,7 +173,7 @@ def _searched(array: jax.Array, spans: tuple[int, ...], largest: jax.Array, layo
 
     weights = weights_of(blocks, mask, count, layout.weighting or "plain")
     store = dataclasses.replace(store, group=moved(store.group))
-    scales = search_scale(blocks, weights, moved(largest), layout.levels, Rounding(store.round, layout.is_signed))
+    scales = search_scale(blocks, weights, moved(largest), layout.levels, store.round, layout.is_signed)
     return joined(scales, axis, scales.shape[-3])
 
 
@@ -197,4 +198,6 @@ def _affine(
     codes = levels.nearest((blocks - offsets) * reciprocal(scales))
     both = {"scales": scales, "offsets": offsets}
     stored = {name: (joined(x, axis, x.shape[-3]) * unit).astype(options.scale_dtype) for name, x in both.items()}
+    fits = jnp.isfinite(stored["scales"]) & jnp.isfinite(stored["offsets"])
+    stored["scales"] = jnp.where(fits, stored["scales"], jnp.nan)
     return {"codes": joined(codes, axis, array.shape[axis]), **stored}

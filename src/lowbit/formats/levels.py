@@ -49,11 +49,6 @@ class Levels:
         return bool((self.table < 0).any())
 
     @property
-    def code_range(self) -> tuple[int, int] | None:
-        """The lowest and highest code that has a level; None if all codes have one."""
-        return None
-
-    @property
     def int8_multiplier(self) -> int | None:
         """The multiplier that maps levels to int8 without rounding; None if they do not fit."""
         fits = np.isfinite(self.table).all() and self.largest <= 127 and (self.table == np.rint(self.table)).all()

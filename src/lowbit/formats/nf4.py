@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from ._encode import encode
 from ._inputs import axis_spans, checked_dtype, checked_input, checked_scale, finite_or_nan, raise_if_not_finite
 from .blocks import WHOLE, block_max, ordered_sum, pack, spread
+from .levels import chosen
 from .quantized import QuantizedArray, stored
 from .sharding import explicit_axes
 from .table import Format, register_format
@@ -116,7 +117,7 @@ class ArrayNF4(QuantizedArray):
         return self.replace(**_encode_scales(self.scale_values()))
 
     def levels(self, *codes: jax.Array) -> jax.Array:
-        return _choose(codes[0], LEVELS)
+        return chosen(codes[0], LEVELS)
 
     def scale_values(self) -> jax.Array:
         coded = self.coded_scales()
@@ -138,17 +139,6 @@ class ArrayNF4(QuantizedArray):
     def absmax(self) -> jax.Array:
         """The scales as float32."""
         return self.logical_view(self.resolved().scale_values())
-
-
-def _choose(codes: jax.Array, values: np.ndarray) -> jax.Array:
-    """`values[codes]` by selects, which work inside a kernel's tile and on any mesh, where a gather does not."""
-    chosen = [jnp.float32(v) for v in values]
-    bit = 1
-    while len(chosen) > 1:
-        odd = (codes & np.uint8(bit)) != 0
-        chosen = [jnp.where(odd, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)]
-        bit *= 2
-    return chosen[0]
 
 
 def _looked_up(table: jax.Array, codes: jax.Array) -> jax.Array:

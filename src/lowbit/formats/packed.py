@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from lowbit.runtime import aux_field
 
@@ -52,7 +53,7 @@ class PackedArray(QuantizedArray):
         axis: Any = None,
         dtype: Any = None,
         offset: bool = False,
-        search: bool = True,
+        search: bool | None = None,
         scale_dtype: Any = None,
         scale: Any = None,
     ) -> Self:
@@ -61,7 +62,8 @@ class PackedArray(QuantizedArray):
         - `block_size`: how many elements along `axis` share a scale; -1 for all. Default that of the format.
         - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis.
         - `offset`: store the smallest value of each block too, for integers from 0.
-        - `search`: search for the scale with the least error; False takes the largest magnitude.
+        - `search`: search for the scale with the least error; False takes the largest magnitude. Default what the
+          format declares, along a single axis.
         - `scale_dtype`: of scales that are floats: float32, bfloat16 or float16.
         - `scale`: the scales to round by instead; values beyond them are clipped.
         """
@@ -71,17 +73,29 @@ class PackedArray(QuantizedArray):
         block_size = layout.block_size if block_size is None else block_size
         spans = axis_spans(array.shape, axis, None if block_size == -1 else checked_block_size(block_size))
         given = checked_scale(scale, array.shape, spans, format_name)
-        options = Options(offset, search and layout.weighting is not None, np.dtype(scale_dtype or np.float32))
-        options.check(layout, format_name)
-        if offset and (scale is not None or sum(span != 1 for span in spans) != 1):
+        single = sum(span != 1 for span in spans) == 1
+        searches = layout.weighting is not None and single and scale is None
+        if search and not searches:
+            raise ValueError(f"search=True for {format_name!r} needs a format that searches, one axis, and no scale=.")
+        if offset and (scale is not None or not single):
             raise ValueError(f"offset=True for {format_name!r} needs a single axis, and does not take scale=.")
+        options = Options(offset, searches and search is not False, np.dtype(scale_dtype or np.float32))
+        options.check(layout, format_name)
         components = dict.fromkeys(("high", "offsets", "group_scales")) | encode_blocks(
             array, spans, layout, options, given
         )
         quantized = cls.build(
             shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, affine=offset, **components
         )
-        raise_if_not_finite(array, quantized.scale_values(), format_name)
+        scales = quantized.scale_values()
+        if options.scale_dtype != np.float32 and not isinstance(scales, Tracer) and bool(jnp.isnan(scales).any()):
+            largest = float(jnp.abs(array).max())
+            if np.isfinite(largest):
+                raise ValueError(
+                    f"scale_dtype={options.scale_dtype} cannot hold the scales of {format_name!r} for an array with "
+                    f"values up to {largest:g}: pass scale_dtype='float32'."
+                )
+        raise_if_not_finite(array, scales, format_name)
         return quantized
 
     @property
@@ -142,13 +156,15 @@ class PackedArray(QuantizedArray):
 def layout_of(name: str) -> Layout:
     layout = FORMATS[name].layout if name in FORMATS else None
     if layout is None:
-        known = ", ".join(row.name for row in FORMATS.values() if row.layout is not None)
-        raise ValueError(f"{name!r} is not a declared format: those are {known}. register_format adds to them.")
+        known = ", ".join(row.name for row in FORMATS.values() if row.layout is not None) or "none so far"
+        raise ValueError(f"{name!r} is not a declared format ({known}): declare it with lowbit.formats.declare first.")
     return layout
 
 
 def declare(name: str, layout: Layout, *, error: float) -> Format:
     """Add a format of a layout to the table, and return its row; `error` is its RMS error on N(0, 1).
+
+    Declaring the same layout again returns the row that is there.
 
     >>> import jax.numpy as jnp, lowbit
     >>> from lowbit.formats import Layout, declare, levels
@@ -157,6 +173,9 @@ def declare(name: str, layout: Layout, *, error: float) -> Format:
     (16, 8)
     >>> _ = lowbit.FORMATS.pop("halves")
     """
+    known = FORMATS.get(name)
+    if known is not None and known.layout == layout:
+        return known
     return register_format(
         Format(
             name,

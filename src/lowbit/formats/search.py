@@ -5,7 +5,6 @@ least squares, and rounds the scale as it will be stored; the least error wins. 
 product is fused with an addition, so that a native encoder can give the same bits.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,19 +20,11 @@ from .levels import Integers, Levels, exponent_of, power_of_two
 FACTORS = tuple(float(f) for f in np.linspace(0.7, 1.15, 10, dtype=np.float32))
 
 
-@dataclasses.dataclass(frozen=True)
-class Rounding:
-    """How a scale will be stored: `round(scale)` is the scale that is read back. `signed`: scales may be negative."""
-
-    round: Callable[[jax.Array], jax.Array]
-    signed: bool
-
-
 def weights_of(blocks: jax.Array, mask: jax.Array | None, count: jax.Array, weighting: str) -> jax.Array:
     """The weight of each squared error.
 
     - "plain": 1.
-    - "root": sqrt(mean(w^2) + w^2), which guards large weights. It has the smallest KL on a language model.
+    - "root": sqrt(mean(w^2) + w^2), which favours large weights.
     """
     if weighting == "plain":
         weights = jnp.ones_like(blocks)
@@ -44,22 +35,29 @@ def weights_of(blocks: jax.Array, mask: jax.Array | None, count: jax.Array, weig
 
 
 def search_scale(
-    blocks: jax.Array, weights: jax.Array, largest: jax.Array, levels: Levels, rounding: Rounding
+    blocks: jax.Array,
+    weights: jax.Array,
+    largest: jax.Array,
+    levels: Levels,
+    rounding: Callable[[jax.Array], jax.Array],
+    signed: bool,
 ) -> jax.Array:
     """The scale of each block of shape (..., block, column), as it is stored; 0 for blocks of zeros.
 
-    `largest`: the largest magnitude of each block, with size 1 in the place of the block.
+    - `largest`: the largest magnitude of each block, with size 1 on the axis of the block.
+    - `rounding`: the value that is read back for a scale.
+    - `signed`: whether scales may be negative.
     """
     weighted = weights * blocks
     start = largest / np.float32(levels.largest)
-    factors = np.array([*FACTORS, *(-f for f in FACTORS)] if rounding.signed else FACTORS, np.float32)
+    factors = np.array([*FACTORS, *(-f for f in FACTORS)] if signed else FACTORS, np.float32)
 
     def attempt(i: Any, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         error, scale = best
         level = levels.decode(levels.nearest(blocks * reciprocal(jnp.asarray(factors)[i] * start)))
         along = ordered_sum(unfused(weighted * level), -2, keepdims=True)
         across = ordered_sum(unfused(weights * unfused(level * level)), -2, keepdims=True)
-        fitted = rounding.round(along * reciprocal(across))
+        fitted = rounding(along * reciprocal(across))
         # The squared error, without the sum of squares of the block itself.
         lost = fitted * (unfused(fitted * across) - 2 * along)
         better = lost < error
