@@ -3,7 +3,7 @@
 #ifndef LOWBIT_ENCODE_H_
 #define LOWBIT_ENCODE_H_
 
-#include "decode.h"
+#include "bytes.h"
 
 namespace lowbit::LOWBIT_ISA {
 
@@ -16,6 +16,26 @@ LOWBIT_INLINE F top_or_zero(I top) { return as_floats(top >= 0x00800000 ? top : 
 LOWBIT_INLINE F finite_or_nan(I top, F scale) {
   return as_floats(top >= 0x7f800000 ? I{} + 0x7fc00000 : as_ints(scale));
 }
+
+// QLoRA, arXiv:2305.14314, appendix E.
+alignas(64) constexpr float kNf4Levels[16] = {
+    -1.0f,
+    -0.6961928009986877f,
+    -0.5250730514526367f,
+    -0.39491748809814453f,
+    -0.28444138169288635f,
+    -0.18477343022823334f,
+    -0.09105003625154495f,
+    0.0f,
+    0.07958029955625534f,
+    0.16093020141124725f,
+    0.24611230194568634f,
+    0.33791524171829224f,
+    0.44070982933044434f,
+    0.5626170039176941f,
+    0.7229568362236023f,
+    1.0f,
+};
 
 // How each format encodes: constructed from the largest magnitude of a block, then encodes kLanes elements at a time.
 
@@ -229,7 +249,7 @@ bool encode_as(const Encode& p, const Parallel& parallel) {
 }
 
 inline bool encode(const Encode& p, const Parallel& parallel) {
-  if (p.format == Format::nf4) return encode_as<EncodeNf4>(p, parallel);
+  if (p.nf4) return encode_as<EncodeNf4>(p, parallel);
   const bool whole = (p.scale_rows == 1 && p.rows > 1) || (p.scale_cols == 1 && p.columns > 1);
   return whole ? encode_as<EncodeInt8<true>>(p, parallel) : encode_as<EncodeInt8<false>>(p, parallel);
 }

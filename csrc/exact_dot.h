@@ -58,15 +58,16 @@ LOWBIT_INLINE void dot_row(const D& decoder, const uint8_t* bytes, int64_t colum
 }
 
 // Multiplies the stored rows [begin, end). Not inlined, so that the decoder's tables stay in registers. `held` is a
-// buffer for a row of scales.
+// buffer for a row of scales, `codes` one for a row of joined codes.
 template <int kM, typename D>
 __attribute__((noinline)) void dot_rows(const D& shared, const Matrix& w, int64_t begin, int64_t end, const float* x,
-                                        int64_t width, bool along, float* held, float* y, int64_t y_stride) {
+                                        int64_t width, bool along, float* held, uint8_t* codes, float* y,
+                                        int64_t y_stride) {
   const D decoder = shared;
   const int64_t columns = w.w.columns, block = along ? w.w.col_span : columns;
   for (int64_t row = begin; row < end; ++row) {
     const float* scales = along ? w.scales(row, 0, w.w.scale_cols, held) : nullptr;
-    dot_row<kM>(decoder, w.row(row), columns, x, width, scales, block, y + row, y_stride);
+    dot_row<kM>(decoder, w.rows<D>(row, 1, codes), columns, x, width, scales, block, y + row, y_stride);
   }
 }
 
@@ -91,7 +92,8 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
     const int64_t begin = shares.begins[t] * unit, end = min(p.n, shares.begins[t + 1] * unit);
     float* scaled = buffer<float>(Scratch::task_panel, p.m * width);
     float* held = buffer<float>(Scratch::task_scales, max(p.w.scale_cols, kLine));
-    if (scaled == nullptr || held == nullptr) {
+    uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
+    if (scaled == nullptr || held == nullptr || codes == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
@@ -114,7 +116,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
         }
       }
       with_constant<kDotRows>(
-          p.m, [&](auto m) { dot_rows<m.value>(decoder, w, n, n + rows, operand, width, along, held, y, p.n); });
+          p.m, [&](auto m) { dot_rows<m.value>(decoder, w, n, n + rows, operand, width, along, held, codes, y, p.n); });
       n += rows;
     }
   });

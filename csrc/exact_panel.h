@@ -50,7 +50,8 @@ LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, 
         line_scales<D>(w, scale_row, column, s);
       }
     }
-    const uint8_t* bytes = w.row(r) + offset;
+    uint8_t joined[kLine];
+    const uint8_t* bytes = w.bytes<D>(r, offset, min(kLine, w.w.columns - column), joined);
     F v[kVectors];
     if (whole) {
       prefetch(bytes + 64);

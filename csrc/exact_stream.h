@@ -49,9 +49,9 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
   // Every other row may have its factor in the decoder's tables, and needs only an addition.
   constexpr bool kTimes = D::kTimes && kM == 1 && kAlong && kRows > 0;
   constexpr int kTables = kTimes ? kRows / 2 : 1;
-  NibbleVectors tables[kTables];
+  NibbleVectors<false> tables[kTables];
   if constexpr (kTimes) {
-    for (int i = 0; i < kTables; ++i) tables[i] = D::times(factor[2 * i + 1]);
+    for (int i = 0; i < kTables; ++i) tables[i] = decoder.times(factor[2 * i + 1]);
   }
   for (int64_t line = 0; line < lines; ++line) {
     const int64_t offset = line * kLineBytes<D>;
@@ -100,10 +100,10 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
 }
 
 // sums (kM, width) = x (kM, k) times the rows [begin, end) of the matrix. `scaled` is a buffer for the factors, which
-// include scales across the contracted axis.
+// include scales across the contracted axis, `codes` one for joined codes of a group of rows.
 template <int kM, bool kAlong, typename D>
 void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, int64_t begin, int64_t end, float* sums,
-                 float* partial, float* scaled) {
+                 float* partial, float* scaled, uint8_t* codes) {
   constexpr int64_t kGroup = kGroupRows<kM>;
   const int64_t columns = w.w.columns, row_bytes = w.w.row_bytes, blocks = w.w.scale_cols;
   const int64_t lines = columns / kLine, rest = columns % kLine, width = round_up(columns, kLine);
@@ -127,17 +127,18 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
         }
         factors = {scaled, blocks, kGroup * blocks, ceil_div(w.w.col_span, kLine)};
       }
+      const uint8_t* bytes = w.rows<D>(row, rows, codes);
       if (rows == kGroup) {
-        add_rows<kM, kAlong, kGroup>(decoder, w.row(row), row_bytes, rows, lines, factors, to);
+        add_rows<kM, kAlong, kGroup>(decoder, bytes, row_bytes, rows, lines, factors, to);
       } else {
-        add_rows<kM, kAlong, 0>(decoder, w.row(row), row_bytes, rows, lines, factors, to);
+        add_rows<kM, kAlong, 0>(decoder, bytes, row_bytes, rows, lines, factors, to);
       }
       if (rest > 0) {
         // The last columns of the rows, copied so that a whole line can be read.
         uint8_t line[kGroup * kLineBytes<D>] = {};
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t from = lines * kLineBytes<D>;
-          memcpy(line + r * kLineBytes<D>, w.row(row + r) + from, static_cast<size_t>(row_bytes - from));
+          memcpy(line + r * kLineBytes<D>, bytes + r * row_bytes + from, static_cast<size_t>(row_bytes - from));
         }
         if (!kAlong) factors.at += lines * kLine / w.w.col_span;
         to = {partial + lines * kLine, sums + lines * kLine, last_scales, width, to.first, to.last};
@@ -183,8 +184,8 @@ LOWBIT_INLINE void regroup_rows(const uint8_t* const rows[], int64_t row_bytes, 
 }
 
 template <typename D>
-void stream_tables(const Matrix& w, const float* x, int64_t begin, int64_t end, float* sums, float* partial,
-                   float* scale_row, uint8_t* nibbles) {
+void stream_tables(const D& decoder, const Matrix& w, const float* x, int64_t begin, int64_t end, float* sums,
+                   float* partial, float* scale_row, uint8_t* nibbles) {
   using N = Nibbles<D>;
   const int64_t columns = w.w.columns, width = N::width(columns);
   const bool along = w.w.col_span == 1 && w.w.scale_cols == columns;
@@ -193,18 +194,18 @@ void stream_tables(const Matrix& w, const float* x, int64_t begin, int64_t end, 
     const int64_t block_end = along ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
     for (int64_t row = block; row < block_end; row += kTableGroup) {
       const int64_t rows = min(kTableGroup, block_end - row), tables = ceil_div(rows, D::kTableRows);
-      NibbleVectors decoders[kTableGroup / D::kTableRows];
+      NibbleVectors<false> decoders[kTableGroup / D::kTableRows];
       for (int64_t t = 0; t < tables; ++t) {
         const uint8_t* from[D::kTableRows];
         float table[16] = {};
         for (int r = 0; r < D::kTableRows; ++r) {
           const int64_t at = row + t * D::kTableRows + r;
-          from[r] = w.row(min(at, block_end - 1));
+          from[r] = w.rows<D>(min(at, block_end - 1), 1, nullptr);
           if (at >= block_end) continue;
           const float factor = along ? x[at] : x[at] * w.scale(at / w.w.row_span, 0);
-          for (int c = 0; c < 16; ++c) table[c] += factor * D::level(static_cast<uint8_t>(c << 4), r);
+          for (int c = 0; c < 16; ++c) table[c] += factor * decoder.level(static_cast<uint8_t>(c << 4), r);
         }
-        decoders[t] = NibbleVectors(table);
+        decoders[t] = NibbleVectors<false>(table);
         regroup_rows<D>(from, w.w.row_bytes, kTableGroup * w.w.row_bytes, nibbles + t * width / 2);
       }
       for (int64_t at = 0; at < width; at += kLine) {
@@ -221,7 +222,7 @@ void stream_tables(const Matrix& w, const float* x, int64_t begin, int64_t end, 
     const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, scale_row) : nullptr;
     for (int64_t at = 0; at < width; at += kLanes) {
       float plane[kLanes];
-      store(plane, NibbleVectors::order(load(partial + at)));
+      store(plane, NibbleVectors<false>::order(load(partial + at)));
       const int64_t in_chunk = at % N::kChunk, i = in_chunk / N::kPlane, j = in_chunk % N::kPlane;
       const int64_t column = at - in_chunk + D::kTableRows * j + D::kPlaneColumn[i];
       for (int lane = 0; lane < kLanes; ++lane) {
@@ -249,7 +250,8 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
     float* partial = buffer<float>(Scratch::task_panel, p.m * width);
     const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows<2> + 1), p.n);
     float* factors = buffer<float>(Scratch::task_scales, factors_size);
-    if (partial == nullptr || factors == nullptr) {
+    uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kGroupRows<2> * p.n : 1);
+    if (partial == nullptr || factors == nullptr || codes == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
@@ -261,16 +263,16 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
         if (nibbles == nullptr || partial == nullptr) {
           __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
         } else {
-          stream_tables<D>(w, x, begin, end, sums + t * width, partial, factors, nibbles);
+          stream_tables(decoder, w, x, begin, end, sums + t * width, partial, factors, nibbles);
         }
         return;
       }
     }
     with_constant<kStreamRows>(p.m, [&](auto m) {
       if (p.w.col_span == 1) {
-        stream_rows<m.value, true>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+        stream_rows<m.value, true>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors, codes);
       } else {
-        stream_rows<m.value, false>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors);
+        stream_rows<m.value, false>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors, codes);
       }
     });
   });

@@ -23,8 +23,8 @@ LOWBIT_INLINE void put_x(int8_t a, int8_t b, int8_t c, int8_t d, uint8_t* out) {
 
 // Quantizes one row of x to int8, with its seeds and scales [block][row].
 template <typename D>
-void quantize_row(const FastTiling& tiling, const float* x, int64_t k, int64_t m, int64_t rows, int8_t* q,
-                  int32_t* seeds, float* scales) {
+void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, int64_t k, int64_t m, int64_t rows,
+                  int8_t* q, int32_t* seeds, float* scales) {
   for (int64_t b = 0; b < tiling.blocks; ++b) {
     const int64_t begin = b * tiling.block, end = min(begin + tiling.block, k);
     const int64_t whole = begin + (end - begin) / kLanes * kLanes, rest = end - whole;
@@ -52,8 +52,8 @@ void quantize_row(const FastTiling& tiling, const float* x, int64_t k, int64_t m
     }
     uint32_t total = 0;
     for (int i = 0; i < kLanes; ++i) total += static_cast<uint32_t>(sum[i]);
-    seeds[b * rows + m] = finite ? -D::kOffset * static_cast<int32_t>(total) : 0;
-    scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * D::kUnit;
+    seeds[b * rows + m] = finite ? -decoder.offset() * static_cast<int32_t>(total) : 0;
+    scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * decoder.unit();
   }
   memset(q + k, 0, static_cast<size_t>(tiling.slabs * tiling.slab - k));
 }
@@ -83,11 +83,11 @@ void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t r
 // ---- Weights to a panel: [group of vectors][group of 4 k][vector]
 
 // Writes the i-th codes of the stored bytes to place(i).
-template <typename D, int i = 0, typename Place>
-LOWBIT_INLINE void put_bytes(Bytes codes, const Place& place) {
+template <int i = 0, typename D, typename Place>
+LOWBIT_INLINE void put_bytes(const D& decoder, Bytes codes, const Place& place) {
   if constexpr (i < D::kPerByte) {
-    store_as(place(i), D::template bytes<i>(codes));
-    put_bytes<D, i + 1>(codes, place);
+    store_as(place(i), decoder.template bytes<i>(codes));
+    put_bytes<i + 1>(decoder, codes, place);
   }
 }
 
@@ -100,15 +100,16 @@ LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) 
 // For contracting the first axis: four stored rows at a time. Lane l of vector j * kPerByte + i is column
 // (j * kLanes + l) * kPerByte + i of the tile.
 template <typename D>
-void panel_of_rows(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
+void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
   const int64_t byte = tile * kTileBytes, bytes = min(kTileBytes, w.w.row_bytes - byte);
+  const D decoder = shared;  // a copy that the stores cannot alias
   alignas(64) uint8_t ends[4][kTileBytes] = {};
   for (int64_t r = 0; r < depth; r += 4) {
     const uint8_t* rows[4];
     for (int i = 0; i < 4; ++i) {
-      rows[i] = w.row(min(k + r + i, w.w.rows - 1)) + byte;
+      rows[i] = w.bytes<D>(min(k + r + i, w.w.rows - 1), byte, bytes, ends[i]);
       prefetch(rows[i] + kTileBytes);  // the tile to the right
-      if (bytes < kTileBytes) {
+      if (bytes < kTileBytes && rows[i] != ends[i]) {
         memcpy(ends[i], rows[i], static_cast<size_t>(bytes));
         rows[i] = ends[i];
       }
@@ -120,7 +121,7 @@ void panel_of_rows(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint
       interleave_rows(v);
       for (int j = 0; j < 4; ++j) {
         const int first = (part * 4 + j) * D::kPerByte;
-        put_bytes<D>(v[j], [&](int i) { return vector_in(out, depth, first + i); });
+        put_bytes(decoder, v[j], [&](int i) { return vector_in(out, depth, first + i); });
       }
     }
   }
@@ -128,7 +129,8 @@ void panel_of_rows(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint
 
 // For contracting the last axis: a dword of each of kLanes stored rows at a time.
 template <typename D>
-void panel_of_columns(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
+void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
+  const D decoder = shared;
   constexpr int64_t kUnit = 4 * D::kPerByte;
   const int64_t byte = k / D::kPerByte, dwords = depth / kUnit;
   for (int64_t vector = 0; vector < kTileBytes / kLanes; ++vector) {
@@ -138,7 +140,8 @@ void panel_of_columns(const Matrix& w, int64_t k, int64_t depth, int64_t tile, u
       const int64_t bytes = min(kBytes, w.w.row_bytes - byte - 4 * d);
       Bytes v[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        const uint8_t* from = w.row(min(row + i, w.w.rows - 1)) + byte + 4 * d;
+        uint8_t joined[kBytes];
+        const uint8_t* from = w.bytes<D>(min(row + i, w.w.rows - 1), byte + 4 * d, bytes, joined);
         prefetch(from + depth / D::kPerByte);  // the next slab
         if (bytes == kBytes) {
           v[i] = load_as<Bytes>(from);
@@ -149,7 +152,7 @@ void panel_of_columns(const Matrix& w, int64_t k, int64_t depth, int64_t tile, u
       }
       transpose_dwords(v);
       for (int64_t i = 0; i < min(kLanes, dwords - d); ++i) {
-        put_bytes<D>(v[i], [&](int j) { return out + ((d + i) * D::kPerByte + j) * kGroupBytes; });
+        put_bytes(decoder, v[i], [&](int j) { return out + ((d + i) * D::kPerByte + j) * kGroupBytes; });
       }
     }
   }

@@ -30,21 +30,21 @@ template <typename D>
 constexpr bool kSeeded = D::kSmall || !kSignedDots;
 
 // sum += the i-th codes of the bytes times x
-template <typename D, int i>
-LOWBIT_INLINE void add_code(I& sum, Bytes codes, I x) {
+template <int i, typename D>
+LOWBIT_INLINE void add_code(const D& decoder, I& sum, Bytes codes, I x) {
   if constexpr (kSeeded<D>) {
-    add_dots<D::kSmall>(sum, D::template bytes<i>(codes), x);
+    add_dots<D::kSmall>(sum, decoder.template bytes<i>(codes), x);
   } else {
-    add_dots<D::kSmall>(sum, D::template signed_bytes<i>(codes), x);
+    add_dots<D::kSmall>(sum, decoder.template signed_bytes<i>(codes), x);
   }
 }
 
-template <typename D, bool kFirst, bool kLast, int i = 0>
-LOWBIT_INLINE void add_codes(Bytes a, Bytes b, I xa, I xb, const FastSums& to, int64_t at) {
+template <bool kFirst, bool kLast, int i = 0, typename D>
+LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, I xa, I xb, const FastSums& to, int64_t at) {
   if constexpr (i < D::kPerByte) {
     I sum = kFirst ? I{} + to.seed : load_as<I>(to.partial + at);
-    add_code<D, i>(sum, a, xa);
-    add_code<D, i>(sum, b, xb);
+    add_code<i>(decoder, sum, a, xa);
+    add_code<i>(decoder, sum, b, xb);
     if (kLast) {
       F scale = broadcast(to.x_scale);
       if (to.scales != nullptr) scale *= load(to.scales + at);
@@ -52,14 +52,15 @@ LOWBIT_INLINE void add_codes(Bytes a, Bytes b, I xa, I xb, const FastSums& to, i
     } else {
       store_as(to.partial + at, sum);
     }
-    add_codes<D, kFirst, kLast, i + 1>(a, b, xa, xb, to, at + kLanes);
+    add_codes<kFirst, kLast, i + 1>(decoder, a, b, xa, xb, to, at + kLanes);
   }
 }
 
 // Adds kFastGroup stored rows times q, kBytes of each row at a time. The last rows may be repeated, with q = 0.
-template <typename D, bool kFirst, bool kLast>
-__attribute__((noinline)) void add_fast_rows(const uint8_t* const rows[kFastGroup], int64_t parts, int64_t ahead,
-                                             const int8_t* q, const FastSums& where) {
+template <bool kFirst, bool kLast, typename D>
+__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[kFastGroup], int64_t parts,
+                                             int64_t ahead, const int8_t* q, const FastSums& where) {
+  const D decoder = shared;
   const FastSums to = where;  // a copy that the stores cannot alias
   const I xa = splat(q), xb = splat(q + 4);
   for (int64_t part = 0; part < parts; ++part) {
@@ -71,21 +72,22 @@ __attribute__((noinline)) void add_fast_rows(const uint8_t* const rows[kFastGrou
     interleave_rows(v);
     interleave_rows(v + 4);
     for (int j = 0; j < 4; ++j) {
-      add_codes<D, kFirst, kLast>(v[j], v[4 + j], xa, xb, to, (part * 4 + j) * kLanes * D::kPerByte);
+      add_codes<kFirst, kLast>(decoder, v[j], v[4 + j], xa, xb, to, (part * 4 + j) * kLanes * D::kPerByte);
     }
   }
 }
 
 // sums = q times the stored rows [begin, end)
 template <typename D>
-bool fast_stream(const FastTiling& tiling, const Matrix& w, const int8_t* q, const float* x_scales, int64_t begin,
-                 int64_t end, float* sums) {
+bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, const int8_t* q, const float* x_scales,
+                 int64_t begin, int64_t end, float* sums) {
   constexpr int64_t kColumns = kTileBytes * D::kPerByte;
   const int64_t row_bytes = w.w.row_bytes, parts = row_bytes / kBytes, rest = row_bytes % kBytes;
   const int64_t tiles = ceil_div(row_bytes, kTileBytes), width = tiles * kColumns;
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, width);
   float* scales = buffer<float>(Scratch::task_scales, width);
-  if (partial == nullptr || scales == nullptr) return false;
+  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup * row_bytes : 1);
+  if (partial == nullptr || scales == nullptr || codes == nullptr) return false;
   memset(sums, 0, static_cast<size_t>(width) * 4);
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = min(end, (block / tiling.block + 1) * tiling.block);
@@ -95,19 +97,19 @@ bool fast_stream(const FastTiling& tiling, const Matrix& w, const int8_t* q, con
       to.scales = scales;
     }
     if (kSeeded<D>) {
-      for (int64_t r = block; r < block_end; ++r) to.seed -= D::kOffset * q[r];
+      for (int64_t r = block; r < block_end; ++r) to.seed -= decoder.offset() * q[r];
     }
     for (int64_t row = block; row < block_end; row += kFastGroup) {
       const int64_t count = min(kFastGroup, block_end - row);
       int8_t group[kFastGroup] = {};  // zeros for missing rows
       memcpy(group, q + row, static_cast<size_t>(count));
-      const uint8_t* rows[kFastGroup];
-      for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = w.row(row + min(r, count - 1));
+      const uint8_t *rows[kFastGroup], *first = w.rows<D>(row, count, codes);
+      for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
       const auto add = [&](int64_t count_of_parts, int64_t ahead, const FastSums& sums_of_parts) {
         const bool last = row + count == block_end;
-        auto run = last ? add_fast_rows<D, false, true> : add_fast_rows<D, false, false>;
-        if (row == block) run = last ? add_fast_rows<D, true, true> : add_fast_rows<D, true, false>;
-        run(rows, count_of_parts, ahead, group, sums_of_parts);
+        auto run = last ? add_fast_rows<false, true, D> : add_fast_rows<false, false, D>;
+        if (row == block) run = last ? add_fast_rows<true, true, D> : add_fast_rows<true, false, D>;
+        run(decoder, rows, count_of_parts, ahead, group, sums_of_parts);
       };
       add(parts, kFastGroup * row_bytes, to);
       if (rest > 0) {
@@ -127,8 +129,8 @@ bool fast_stream(const FastTiling& tiling, const Matrix& w, const int8_t* q, con
 }
 
 template <typename D>
-bool fast_first(const Matmul& p, const FastTiling& tiling, const Matrix& w, const int8_t* q, const float* x_scales,
-                float* y, const Parallel& parallel) {
+bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const int8_t* q,
+                const float* x_scales, float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte;
   const int64_t width = tiling.tiles * tiling.columns, unit = tiling.blocked ? tiling.block : 64;
   const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n));
@@ -137,7 +139,7 @@ bool fast_first(const Matmul& p, const FastTiling& tiling, const Matrix& w, cons
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
     const int64_t begin = shares.begins[t] * unit, end = min(p.k, shares.begins[t + 1] * unit);
-    if (!fast_stream<D>(tiling, w, q, x_scales, begin, end, sums + t * width)) {
+    if (!fast_stream(decoder, tiling, w, q, x_scales, begin, end, sums + t * width)) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
     }
   });
@@ -157,19 +159,21 @@ bool fast_first(const Matmul& p, const FastTiling& tiling, const Matrix& w, cons
 }
 
 // sum += the codes of kBytes times x, [code of a byte][byte]
-template <typename D, int i = 0>
-LOWBIT_INLINE void add_chunk(I& sum, Bytes codes, const int8_t* x) {
+template <int i = 0, typename D>
+LOWBIT_INLINE void add_chunk(const D& decoder, I& sum, Bytes codes, const int8_t* x) {
   if constexpr (i < D::kPerByte) {
-    add_code<D, i>(sum, codes, load_as<I>(x + i * kBytes));
-    add_chunk<D, i + 1>(sum, codes, x);
+    add_code<i>(decoder, sum, codes, load_as<I>(x + i * kBytes));
+    add_chunk<i + 1>(decoder, sum, codes, x);
   }
 }
 
-// y[n] for the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` is a buffer for a row's scales.
+// y[n] for the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` is a buffer for a row's scales,
+// `joined` one for its joined codes.
 template <typename D>
-__attribute__((noinline)) void fast_dots(const FastTiling& tiling, const Matrix& w, const int8_t* x,
+__attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tiling, const Matrix& w, const int8_t* x,
                                          const int32_t* seeds, const float* x_scales, int64_t begin, int64_t end,
-                                         float* scaled, float* y) {
+                                         float* scaled, uint8_t* joined, float* y) {
+  const D decoder = shared;
   constexpr int64_t kCodes = kBytes * D::kPerByte;
   const int64_t row_bytes = w.w.row_bytes, span = max(w.w.col_span / tiling.block, 1);
   for (int64_t row = begin; row < end; ++row) {
@@ -179,7 +183,7 @@ __attribute__((noinline)) void fast_dots(const FastTiling& tiling, const Matrix&
     } else {
       for (int64_t b = 0; b < tiling.blocks; ++b) scaled[b] = x_scales[b] * scales[b / span];
     }
-    const uint8_t* bytes = w.row(row);
+    const uint8_t* bytes = w.rows<D>(row, 1, joined);
     const int8_t* from = x;
     int64_t left = row_bytes;
     F total = zero();
@@ -189,11 +193,11 @@ __attribute__((noinline)) void fast_dots(const FastTiling& tiling, const Matrix&
       for (int64_t c = 0; c < tiling.block && left > 0; c += kCodes, left -= kBytes, bytes += kBytes, from += kCodes) {
         prefetch(bytes + kDotAhead);
         if (left >= kBytes) {
-          add_chunk<D>(sum, load_as<Bytes>(bytes), from);
+          add_chunk(decoder, sum, load_as<Bytes>(bytes), from);
         } else {
           Bytes codes{};
           memcpy(&codes, bytes, static_cast<size_t>(left));
-          add_chunk<D>(sum, codes, from);
+          add_chunk(decoder, sum, codes, from);
         }
       }
       total = fma(to_float(sum), broadcast(scaled[b]), total);
@@ -203,8 +207,8 @@ __attribute__((noinline)) void fast_dots(const FastTiling& tiling, const Matrix&
 }
 
 template <typename D>
-bool fast_last(const Matmul& p, const FastTiling& tiling, const Matrix& w, const int8_t* q, const int32_t* seeds,
-               const float* x_scales, float* y, const Parallel& parallel) {
+bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const int8_t* q,
+               const int32_t* seeds, const float* x_scales, float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte, kCodes = kBytes * kPer;
   const int64_t padded = round_up(p.k, kCodes);
   int8_t* x = buffer<int8_t>(Scratch::call_sums, padded);
@@ -215,24 +219,25 @@ bool fast_last(const Matmul& p, const FastTiling& tiling, const Matrix& w, const
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
     float* scaled = buffer<float>(Scratch::task_scales, tiling.blocks + p.w.scale_cols);
-    if (scaled == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
-    fast_dots<D>(tiling, w, x, seeds, x_scales, shares.begins[t], shares.begins[t + 1], scaled, y);
+    uint8_t* joined = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
+    if (scaled == nullptr || joined == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+    fast_dots(decoder, tiling, w, x, seeds, x_scales, shares.begins[t], shares.begins[t + 1], scaled, joined, y);
   });
   return enough_memory;
 }
 
 template <typename D>
-bool matmul_one_row(const Matmul& p, const FastTiling& tiling, const Parallel& parallel) {
+bool matmul_one_row(const D& decoder, const Matmul& p, const FastTiling& tiling, const Parallel& parallel) {
   return each_product(p, parallel, [&](int64_t layer, const float* x, float* y, const Parallel& inner) {
     const int64_t padded = tiling.slabs * tiling.slab;
     float* x_scales = buffer<float>(Scratch::call_pack, tiling.blocks * 2 + ceil_div(padded, 4));
     if (x_scales == nullptr) return false;
     int32_t* seeds = reinterpret_cast<int32_t*>(x_scales + tiling.blocks);
     int8_t* q = reinterpret_cast<int8_t*>(seeds + tiling.blocks);
-    quantize_row<D>(tiling, x, p.k, 0, 1, q, seeds, x_scales);
+    quantize_row(decoder, tiling, x, p.k, 0, 1, q, seeds, x_scales);
     const Matrix w(p.w, layer);
-    return p.contract_last ? fast_last<D>(p, tiling, w, q, seeds, x_scales, y, inner)
-                           : fast_first<D>(p, tiling, w, q, x_scales, y, inner);
+    return p.contract_last ? fast_last(decoder, p, tiling, w, q, seeds, x_scales, y, inner)
+                           : fast_first(decoder, p, tiling, w, q, x_scales, y, inner);
   });
 }
 

@@ -6,10 +6,10 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-// sums += panel * x over `groups` of four k
+// sums += panel * x over `groups` of four k; the sums of `fit` groups fit in 16 bits if kSmall
 template <int kRows, bool kSmall>
-LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* panel, const uint8_t* x,
-                                int64_t groups) {
+LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* panel, const uint8_t* x, int64_t groups,
+                                [[maybe_unused]] int64_t fit) {
 #if defined(LOWBIT_AVX512)
   for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes, x += kRows * 4) {
     Bytes w[kFastVectors];
@@ -22,10 +22,9 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* p
 #else
 #if defined(LOWBIT_AVX2)
   if constexpr (kSmall) {
-    constexpr int64_t kFit = 32;  // groups whose sums fit: 2 * 3 * 127 * 32 < 2^15
-    for (int64_t begin = 0; begin < groups; begin += kFit) {
+    for (int64_t begin = 0; begin < groups; begin += fit) {
       Words words[kRows][kFastVectors] = {};
-      for (int64_t g = begin; g < min(begin + kFit, groups); ++g, panel += kGroupBytes, x += kRows * 4) {
+      for (int64_t g = begin; g < min(begin + fit, groups); ++g, panel += kGroupBytes, x += kRows * 4) {
         Bytes w[kFastVectors];
         for (int v = 0; v < kFastVectors; ++v) w[v] = load_as<Bytes>(panel + v * kBytes);
         for (int r = 0; r < kRows; ++r) {
@@ -61,7 +60,7 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* p
 struct FastTile {
   const uint8_t* panel;
   const uint8_t* x;
-  int64_t groups;
+  int64_t groups, fit;
   bool first;             // the first block, or the first slab of the only one
   const int32_t* seeds;   // of the rows
   const float* x_scales;  // of the rows
@@ -80,7 +79,7 @@ __attribute__((noinline)) void fast_tile(const FastTile& t) {
       sums[r][v] = begin ? splat(t.seeds + r) : load_as<I>(whole + r * kFastColumns + v * kLanes);
     }
   }
-  add_products<kRows, kSmall>(sums, t.panel, t.x, t.groups);
+  add_products<kRows, kSmall>(sums, t.panel, t.x, t.groups, t.fit);
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kFastVectors; ++v) {
       if constexpr (kBlocked) {
@@ -131,9 +130,9 @@ void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, con
 }
 
 // Computes the tiles [begin, end) of the columns of one product.
-template <typename D, bool kBlocked>
-bool fast_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x, int64_t batch,
-                int64_t begin, int64_t end) {
+template <bool kBlocked, typename D>
+bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x,
+                int64_t batch, int64_t begin, int64_t end) {
   const int64_t columns = tiling.columns, blocks = kBlocked ? tiling.slab / tiling.block : 1;
   uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::task_panel, static_cast<size_t>(tiling.slab * columns)));
   float* scales = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(blocks * columns) * 4));
@@ -146,9 +145,9 @@ bool fast_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, cons
     const int64_t k = slab * tiling.slab, depth = round_up(min(tiling.slab, p.k - k), tiling.unit);
     for (int64_t tile = begin; tile < end; ++tile) {
       if (p.contract_last) {
-        panel_of_columns<D>(w, k, depth, tile, panel);
+        panel_of_columns(decoder, w, k, depth, tile, panel);
       } else {
-        panel_of_rows<D>(w, k, depth, tile, panel);
+        panel_of_rows(decoder, w, k, depth, tile, panel);
       }
       const int64_t block_count = kBlocked ? ceil_div(depth, tiling.block) : 1;
       if (kBlocked) {
@@ -162,6 +161,7 @@ bool fast_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, cons
           for (int64_t b = 0; b < block_count; ++b) {
             const int64_t block = slab * blocks + b, at = b * tiling.block / 4;
             FastTile t;
+            t.fit = decoder.fit();
             t.groups = (kBlocked ? min(tiling.block, depth - b * tiling.block) : depth) / 4;
             t.panel = panel + (group * (depth / 4) + at) * kGroupBytes;
             t.x = x.packed + ((slab * p.m + m) * (tiling.slab / 4) + at * rows) * kSize;

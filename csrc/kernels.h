@@ -11,11 +11,16 @@
 namespace lowbit {
 
 enum class Float { f32, bf16, f16 };
-enum class Format { int8, nf4, ternary, binary };
 
-constexpr int codes_per_byte(Format format) {
-  return format == Format::int8 ? 1 : format == Format::nf4 ? 2 : format == Format::ternary ? 4 : 8;
-}
+// What a code means: itself, as a signed byte; an entry of a table; or a float of 8 bits.
+enum class Format { int8, table, e4m3, e5m2 };
+
+// How scales are stored: as floats, as codes of NF4's dynamic map, or as codes that are small floats (signed8 has one
+// sign, three exponent and four mantissa bits; e8m0 is a power of two).
+enum class ScaleType { f32, bf16, f16, dynamic, signed8, e4m3, e8m0 };
+
+// Codes of 3, 5 and 6 bits are stored in two components: the low 2 or 4 bits, and the bits above them.
+constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits; }
 
 // A stack of stored matrices. The element (r, c) of layer l is
 //
@@ -24,19 +29,25 @@ constexpr int codes_per_byte(Format format) {
 // where codes are packed along the columns, the first one in the highest bits of a byte.
 struct Weights {
   Format format;
+  int bits;             // of a code
+  const float* levels;  // [2^bits] of a table; integers of 8 bits if codes are in two components
   int64_t layers, rows, columns;
-  int64_t row_bytes;           // ceil(columns / codes per byte)
+  int64_t row_bytes;           // that a decoder reads: the stored ones, or a byte for each column of joined codes
+  int64_t low_bytes;           // stored for a row: ceil(columns / codes per byte)
+  int64_t high_bytes;          // the same of the second component; 0 if there is none
   int64_t row_span, col_span;  // at least 1; for the whole axis, its length (or 1 if that is 0)
   int64_t scale_layers;        // layers, or 1 if all layers share their scales
   int64_t scale_rows, scale_cols;
-  const uint8_t* codes;  // [layers, rows, row_bytes]
-  const float* scales;   // [scale_layers, scale_rows, scale_cols]; null if scales are quantized (double_quant):
-  //   scale = scale_map[scale_codes[i]] * group_absmax[i / kScaleGroup] + offset,  i is the index in the matrix
-  const uint8_t* scale_codes;
-  const float* group_absmax;  // [scale_layers, groups]
-  const float* offset;        // [scale_layers]
-  const float* scale_map;     // [256]
-  int64_t groups;
+  const uint8_t* codes;  // [layers, rows, low_bytes]
+  const uint8_t* high;   // [layers, rows, high_bytes], or null
+  ScaleType scale_type;
+  const void* scales;  // [scale_layers, scale_rows, scale_cols]
+  // Of codes that are small floats: scale = value[code] * group scale, if there are any.
+  const float* group_scales;  // or null
+  int64_t group_layer_step, group_row_step, group_col_step;
+  // Of the dynamic map: scale = map[code] * group_scales[i / kScaleGroup] + offset,  i is the index in the matrix.
+  const float* offset;     // [scale_layers]
+  const float* scale_map;  // [256]
 };
 
 constexpr int64_t kScaleGroup = 256;
@@ -71,9 +82,9 @@ struct Squares {
   float* size;
 };
 
-// Codes and float32 scales of x; spans as in Weights.
+// Codes and float32 scales of x, as int8 or NF4; spans as in Weights.
 struct Encode {
-  Format format;
+  bool nf4;
   int64_t layers, rows, columns;
   int64_t row_bytes;
   int64_t row_span, col_span;
@@ -112,7 +123,7 @@ class Parallel {
 
 // Uninitialized memory that a thread reuses between calls, aligned to 64 bytes; null if out of memory.
 // A second request for the same slot by the same thread invalidates the first.
-enum class Scratch { call_x, call_y, call_pack, call_sums, task_panel, task_sums, task_scales, count };
+enum class Scratch { call_x, call_y, call_pack, call_sums, task_panel, task_sums, task_scales, task_codes, count };
 void* scratch(Scratch slot, size_t bytes);
 
 struct Kernels {

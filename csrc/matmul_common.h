@@ -3,7 +3,7 @@
 #ifndef LOWBIT_MATMUL_COMMON_H_
 #define LOWBIT_MATMUL_COMMON_H_
 
-#include "decode.h"
+#include "matrix.h"
 
 namespace lowbit::LOWBIT_ISA {
 

@@ -33,7 +33,7 @@ inline bool matmul_exact(const Matmul& p, const Parallel& parallel) {
       memset(y, 0, static_cast<size_t>(p.m * p.n) * 4);
       return true;
     }
-    return with_decoder(p.w.format,
+    return with_decoder(p.w,
                         [&](const auto& decoder) { return matmul_one(decoder, p, Matrix(p.w, layer), x, y, inner); });
   });
 }

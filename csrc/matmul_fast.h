@@ -5,9 +5,10 @@
 //
 // The inner sums are exact integers, so results differ between instruction sets and numbers of threads only in the
 // rounding of the outer sum. A block is the k that share a scale of the weights, or at most 512 of them; if a column
-// has a single scale, the whole row (up to kWholeRow). NF4 levels are rounded to 127ths. For normal x the relative
-// rms error against the float32 product of the same codes is 6e-3 to 1.1e-2 (blocks are better than whole rows). Blocks
-// of x whose largest magnitude is below 2^-110 count as zeros; NaN and infinity make their rows of y NaN.
+// has a single scale, the whole row (up to kWholeRow). Levels that are no small integers (see ByteLevels) are rounded
+// to 127ths of the largest. For normal x the relative rms error against the float32 product of the same codes is 6e-3
+// to 1.1e-2 (blocks are better than whole rows). Blocks of x whose largest magnitude is below 2^-110 count as zeros;
+// NaN and infinity make their rows of y NaN.
 //
 // Weights are decoded to unsigned bytes, level + offset, into a panel of dwords that hold four k of one column; sums
 // start at -offset * sum_k q (the seeds). The dot product of such dwords is one instruction with VNNI. Without VNNI,
@@ -21,11 +22,11 @@
 namespace lowbit::LOWBIT_ISA {
 
 template <typename D>
-bool matmul_fast_as(const Matmul& p, const Parallel& parallel) {
+bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel) {
   FastTiling tiling;
-  if (!make_tiling<D>(p, tiling)) return false;
+  if (!decoder.is_fast() || !make_tiling<D>(p, tiling)) return false;
 #if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
-  if (one_row_fits<D>(p, tiling)) return matmul_one_row<D>(p, tiling, parallel);
+  if (one_row_fits<D>(p, tiling)) return matmul_one_row(decoder, p, tiling, parallel);
 #endif
   const int64_t padded = tiling.slabs * tiling.slab, x_size = p.m * padded / 4 * x_bytes(D::kSmall);
   const int64_t x_scales = tiling.blocks * p.m;
@@ -51,7 +52,7 @@ bool matmul_fast_as(const Matmul& p, const Parallel& parallel) {
     }
     const int64_t b = row / p.m;
     int8_t* q = reinterpret_cast<int8_t*>(wide + p.k);
-    quantize_row<D>(tiling, x, p.k, row % p.m, p.m, q, seeds + b * x_scales, scales + b * x_scales);
+    quantize_row(decoder, tiling, x, p.k, row % p.m, p.m, q, seeds + b * x_scales, scales + b * x_scales);
     pack_row<D>(tiling, p.contract_last, row % p.m, p.m, q, packed + b * x_size);
     return true;
   });
@@ -63,23 +64,17 @@ bool matmul_fast_as(const Matmul& p, const Parallel& parallel) {
     const int64_t b = i / runs, begin = i % runs * run, end = min(begin + run, tiling.tiles);
     const Matrix w(p.w, min(max(p.index[b], 0), p.w.layers - 1));
     const FastX x{packed + b * x_size, seeds + b * x_scales, scales + b * x_scales};
-    return tiling.blocked ? fast_tiles<D, true>(p, tiling, w, x, b, begin, end)
-                          : fast_tiles<D, false>(p, tiling, w, x, b, begin, end);
+    return tiling.blocked ? fast_tiles<true>(decoder, p, tiling, w, x, b, begin, end)
+                          : fast_tiles<false>(decoder, p, tiling, w, x, b, begin, end);
   });
   return enough_memory;
 }
 
-template <typename T>
-struct PlainType;
-template <typename T>
-struct PlainType<const T&> {
-  using type = T;
-};
-template <typename T>
-using Plain = typename PlainType<T>::type;
+// Floats of 8 bits are not rounded to integers.
+inline bool matmul_fast_as(const Fp8&, const Matmul&, const Parallel&) { return false; }
 
 inline bool matmul_fast(const Matmul& p, const Parallel& parallel) {
-  return with_decoder(p.w.format, [&](const auto& d) { return matmul_fast_as<Plain<decltype(d)>>(p, parallel); });
+  return with_decoder(p.w, [&](const auto& decoder) { return matmul_fast_as(decoder, p, parallel); });
 }
 
 }  // namespace lowbit::LOWBIT_ISA

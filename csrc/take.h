@@ -3,7 +3,7 @@
 #ifndef LOWBIT_TAKE_H_
 #define LOWBIT_TAKE_H_
 
-#include "decode.h"
+#include "matrix.h"
 
 namespace lowbit::LOWBIT_ISA {
 
@@ -26,13 +26,12 @@ LOWBIT_INLINE void decode_row(const D& decoder, const Matrix& w, int64_t row, fl
     repeat(scales, span, columns, factors);
     scales = factors;
   }
-  const uint8_t* bytes = w.row(row);
   for (int64_t c = 0; c < columns; c += kLine) {
     const int64_t count = min(kLine, columns - c);
     F v[kVectors];
     alignas(64) uint8_t end[kLine] = {};
-    const uint8_t* from = bytes + c / D::kPerByte;
-    if (count < kLine) {
+    const uint8_t* from = w.bytes<D>(row, c / D::kPerByte, count, end);
+    if (count < kLine && from != end) {
       memcpy(end, from, static_cast<size_t>(ceil_div(count, D::kPerByte)));
       from = end;
     }
@@ -60,7 +59,7 @@ inline bool take(const Take& p, const Parallel& parallel) {
     const int64_t size = columns + max(columns, kLanes) + p.w.scale_cols;
     float* line = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(size) * 4));
     if (line == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
-    with_decoder(p.w.format, [&](const auto& decoder) {
+    with_decoder(p.w, [&](const auto& decoder) {
       for (int64_t t = task * group; t < min((task + 1) * group, p.count); ++t) {
         const int64_t row = min(max(p.ids[t], 0), p.w.rows - 1);
         const bool direct = p.y_type == Float::f32;
@@ -102,7 +101,7 @@ inline bool squares(const Squares& p, const Parallel& parallel) {
     const int64_t size = columns + max(columns, kLanes) + p.w.scale_cols;
     float* wide = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(size) * 4));
     if (wide == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
-    with_decoder(p.w.format, [&](const auto& decoder) {
+    with_decoder(p.w, [&](const auto& decoder) {
       for (int64_t r = task * group; r < min((task + 1) * group, rows); ++r) {
         const float* x = static_cast<const float*>(p.x) + r * columns;
         if (p.x_type != Float::f32) {

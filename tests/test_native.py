@@ -13,12 +13,24 @@ import numpy as np
 import pytest
 
 import lowbit.kernels
-from lowbit.formats import int8, nf4
+from lowbit.formats import int8, nf4, packed
 from lowbit.formats.nf4 import LEVELS, dynamic_map
 
 FOLDERS = [Path(folder) / "lowbit_native.so" for folder in lowbit.kernels.__path__]
 LIBRARY = Path(os.environ.get("LOWBIT_LIBRARY") or next((path for path in FOLDERS if path.exists()), "none"))
-PER_BYTE = {"int8": 1, "nf4": 2, "ternary": 4, "binary": 8}
+# The level of each code.
+TABLES = {
+    "int8": np.arange(-128.0, 128.0),
+    "nf4": LEVELS.astype(np.float64),
+    "ternary": np.array([-1.0, 0.0, 1.0]),
+    "binary": np.array([-1.0, 1.0]),
+    **{name: packed.LAYOUTS[name].levels.table.astype(np.float64) for name in packed.LAYOUTS if name != "nvfp4"},
+}
+ALL = list(TABLES)
+OLD = ALL[:4]
+# The mechanisms: a table of small integers, codes in two components with one, two and four chunks of levels, floats.
+FORMATS = [*OLD, "q4", "q2", "q3", "int5", "int6", "mxfp4", "fp8", "fp8_e5m2"]
+CODECS = {"signed8": packed.SIGNED8, "e4m3": packed.E4M3, "e8m0": packed.E8M0}
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no native library")
 
 
@@ -65,51 +77,70 @@ def spread(values, spans, shape):
     return values
 
 
-class Stored:
-    """Random weights: `operands` as the targets take them, `values` in float64."""
+def pack(picks, bits):
+    """Codes of so many bits, packed along the last axis, the first in the highest bits."""
+    per_byte = 8 // bits
+    short = -picks.shape[-1] % per_byte
+    fields = np.pad(picks, ((0, 0), (0, 0), (0, short)))
+    fields = fields.reshape(*picks.shape[:2], (picks.shape[2] + short) // per_byte, per_byte)
+    return (fields << 8 - bits * (np.arange(per_byte) + 1)).sum(-1).astype(np.uint8)
 
-    def __init__(self, format, layers, rows, columns, row_span, col_span, *, double=False, shared=False, seed=0):
+
+class Stored:
+    """Random weights: `operands` as the targets take them, `values` in float64.
+
+    `scale`: "float32", "float16", "bfloat16"; "dynamic" for NF4's 8-bit scales; or a codec, with group scales "rows",
+    "columns", "matrix" or none behind a space.
+    """
+
+    def __init__(self, format, layers, rows, columns, row_span, col_span, *, scale="float32", shared=False, seed=0):
         rng = np.random.default_rng(seed)
-        per_byte = PER_BYTE[format]
-        levels = {
-            "int8": np.arange(-128.0, 128.0),
-            "nf4": LEVELS.astype(np.float64),
-            "ternary": np.array([-1.0, 0.0, 1.0]),
-            "binary": np.array([-1.0, 1.0]),
-        }[format]
-        picks = rng.integers(0, len(levels), (layers, rows, columns))
-        if format == "int8":
-            codes = (picks - 128).astype(np.int8)
-        else:
-            short = -columns % per_byte
-            fields = np.pad(picks, ((0, 0), (0, 0), (0, short)))
-            fields = fields.reshape(layers, rows, (columns + short) // per_byte, per_byte)
-            bits = 8 // per_byte
-            shifts = 8 - bits * (np.arange(per_byte) + 1)
-            codes = (fields << shifts).sum(-1).astype(np.uint8)
+        levels = TABLES[format]
+        known = np.flatnonzero(np.isfinite(levels))
+        picks = known[rng.integers(0, len(known), (layers, rows, columns))]
+        bits = max(int(np.ceil(np.log2(len(levels)))), 1)
+        low = {3: 2, 5: 4, 6: 4}.get(bits, bits)
+        codes = (picks - 128).astype(np.int8) if format == "int8" else pack(picks & 2**low - 1, low)
+        high = pack(picks >> low, bits - low) if bits > low else np.zeros((0, 0), np.uint8)
+        table = np.zeros(0, np.float32) if bits == 8 else np.resize(levels, 2**bits).astype(np.float32)
         shape = (1 if shared else layers, stored_length(rows, row_span), stored_length(columns, col_span))
-        none = np.zeros((layers, 0), np.float32)
-        if double:
-            stored = rng.integers(0, 256, shape).astype(np.uint8)
-            groups = -(-shape[1] * shape[2] // 256)
-            tops = rng.uniform(0.1, 1, (shape[0], groups)).astype(np.float32)
-            offset = rng.uniform(1, 2, (shape[0], 1)).astype(np.float32)
-            flat = dynamic_map().astype(np.float64)[stored].reshape(shape[0], shape[1] * shape[2])
-            flat = flat * np.repeat(tops, 256, 1)[:, : flat.shape[1]] + offset
-            scales = flat.reshape(shape)
-            self.operands = [codes, stored, tops, offset, dynamic_map()]
-        else:
-            scales = rng.uniform(0.5, 2, shape).astype(np.float32)
-            self.operands = [codes, scales, none, none, np.zeros(0, np.float32)]
+        scales, self.stored_scales = random_scales(rng, shape, scale)
+        self.operands = [codes, high, table, *self.stored_scales]
         self.levels = levels[picks]
         self.scales = spread(scales.astype(np.float64), (row_span, col_span), (rows, columns))
         self.values = self.levels * self.scales
         self.attributes = {
-            "format": format,
+            "format": {"int8": "int8", "fp8": "e4m3", "fp8_e5m2": "e5m2"}.get(format, "table"),
+            "codec": scale.split()[0],
             "columns": np.int64(columns),
             "row_span": np.int64(row_span),
             "col_span": np.int64(col_span),
         }
+
+
+def random_scales(rng, shape, kind):
+    """Scales in float64, and the operands that store them: scales, group scales, offset, map."""
+    none = np.zeros((0, 0), np.float32)
+    name, *group = kind.split()
+    if name == "dynamic":
+        stored = rng.integers(0, 256, shape).astype(np.uint8)
+        groups = -(-shape[1] * shape[2] // 256)
+        tops = rng.uniform(0.1, 1, (shape[0], groups)).astype(np.float32)
+        offset = rng.uniform(1, 2, (shape[0], 1)).astype(np.float32)
+        flat = dynamic_map().astype(np.float64)[stored].reshape(shape[0], shape[1] * shape[2])
+        flat = flat * np.repeat(tops, 256, 1)[:, : flat.shape[1]] + offset
+        return flat.reshape(shape), [stored, tops, offset, dynamic_map()]
+    if name not in CODECS:
+        scales = rng.uniform(0.5, 2, shape).astype(jnp.dtype(name))
+        return scales.astype(np.float64), [scales, none, none, none[0:0].reshape(0)]
+    values = CODECS[name].table.astype(np.float64)
+    near = np.flatnonzero(np.isfinite(values) & (np.abs(values) < 100))
+    stored = near[rng.integers(0, len(near), shape)].astype(np.uint8)
+    if not group:
+        return values[stored], [stored, none, none, none.reshape(0)]
+    keep = {"rows": (shape[1], 1), "columns": (1, shape[2]), "matrix": (1, 1)}[group[0]]
+    tops = rng.uniform(0.1, 1, (shape[0], *keep)).astype(np.float32)
+    return values[stored] * tops, [stored, tops, none, none.reshape(0)]
 
 
 def matmul(target, x, stored, index, contract, dtype=jnp.float32, fast=False):
@@ -137,9 +168,6 @@ def check_matmul(
     assert y.shape == want.shape
     worst = np.max(np.abs(y - want) / bound, initial=0)
     assert worst < 1, f"{format} {contract=} {spans=} {m=} {k=} {n=}: {worst} times the bound"
-
-
-FORMATS = list(PER_BYTE)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -176,8 +204,24 @@ def test_matmul_of_all_float_types(target):
 
 def test_matmul_with_scales_in_eight_bits(target):
     for contract, spans, m in itertools.product((0, 1), [(64, 1), (1, 64), (1, 16)], (1, 20)):
-        check_matmul(target, "nf4", contract, spans, m, 200, 333, double=True)
-        check_matmul(target, "nf4", contract, spans, m, 70, 130, double=True, layers=3, index=(2, 0, 9, -1))
+        check_matmul(target, "nf4", contract, spans, m, 200, 333, scale="dynamic")
+        check_matmul(target, "nf4", contract, spans, m, 70, 130, scale="dynamic", layers=3, index=(2, 0, 9, -1))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    ["float16", "bfloat16", "signed8 columns", "signed8 rows", "signed8", "e4m3 matrix", "e4m3", "e8m0", "e8m0 rows"],
+)
+def test_matmul_for_all_types_of_scales(target, scale):
+    for contract, spans, m in itertools.product((0, 1), [(32, 1), (1, 32), (0, 1), (16, 16)], (1, 3, 20)):
+        check_matmul(target, "q4", contract, spans, m, 130, 203, scale=scale)
+    check_matmul(target, "q3", 0, (32, 1), 2, 70, 130, scale=scale, layers=3, index=(2, 0, 9, -1))
+    check_matmul(target, "q4", 1, (1, 32), 2, 70, 130, scale=scale, layers=3, index=(1, 2), shared=True)
+    check_fast(target, "q4", 1, 32, 3, 200, 333, scale=scale)
+    check_fast(target, "q3", 0, 32, 1, 200, 333, scale=scale)
+    stored = Stored("q4", 1, 40, 77, 16, 1, scale=scale)
+    got = take(target, np.arange(40), stored)
+    np.testing.assert_allclose(got, stored.values[0], rtol=1e-6, atol=1e-30)
 
 
 def test_matmul_by_index(target):
@@ -190,21 +234,23 @@ def test_matmul_by_index(target):
 def test_matmul_passes_nan_on(target):
     for contract, (row_span, col_span), m in itertools.product((0, 1), [(64, 1), (1, 64)], (1, 20)):
         stored = Stored("nf4", 1, 128, 128, row_span, col_span)
-        stored.operands[1][0, 1, 1] = np.nan
+        stored.stored_scales[0][0, 1, 1] = np.nan
         y = np.asarray(matmul(target, np.ones((1, m, 128), np.float32), stored, [0], contract))
-        scales = np.repeat(np.repeat(stored.operands[1], row_span, 1), col_span, 2)
+        scales = np.repeat(np.repeat(stored.stored_scales[0], row_span, 1), col_span, 2)
         np.testing.assert_array_equal(np.isnan(y[0, 0]), np.isnan(scales[0]).any(axis=contract))
 
 
 def test_wrong_operands_get_an_error(target):
     stored = Stored("nf4", 2, 64, 33, 16, 1)
     x = np.ones((1, 2, 64), np.float32)
-    codes, scales, none, _, no_map = stored.operands
+    codes, no_high, levels, scales, none, _, no_map = stored.operands
     good = {
         "x": x,
         "codes": codes,
+        "high": no_high,
+        "levels": levels,
         "scales": scales,
-        "group_absmax": none,
+        "group_scales": none,
         "offset": none,
         "scale_map": no_map,
         "index": np.zeros(1, np.int32),
@@ -228,14 +274,21 @@ def test_wrong_operands_get_an_error(target):
         ("hold no layer", {"codes": codes[:0], "scales": scales[:1]}),
         ("scales .* at least two axes", {"scales": scales[0, 0]}),
         ("scales", {"scales": scales[:, :3]}),
-        ("scales", {"scales": scales.astype(np.float16)}),
+        ("scales must be", {"scales": scales.astype(np.int32)}),
+        ("levels .* must be f32", {"levels": levels[:15]}),
+        ("levels belong", {"format": "e4m3"}),
+        ("high belongs", {"high": codes}),
+        ("high .* must be u8 with 5 bytes", {"levels": np.arange(32, dtype=np.float32)}),
+        ("integers within", {"levels": np.linspace(0, 1, 8, dtype=np.float32)}),
+        ("unknown codec 'e9m9'", {"scales": scales.astype(np.uint8), "codec": "e9m9"}),
+        ("group_scales", {"scales": eight, "codec": "signed8", "group_scales": np.ones((2, 3, 1), np.float32)}),
         ("scales", {"row_span": np.int64(32)}),
         ("scales", {"col_span": np.int64(0)}),
         ("negative", {"row_span": np.int64(-1)}),
         ("negative", {"columns": np.int64(-33)}),
-        ("group_absmax", {"scales": eight}),
-        ("group_absmax", {"scales": eight, "group_absmax": np.ones((2, 1), np.float32)}),
-        ("group_absmax", {"group_absmax": np.ones((2, 1), np.float32)}),
+        ("group_scales", {"scales": eight, "codec": "dynamic"}),
+        ("group_scales", {"scales": eight, "codec": "dynamic", "group_scales": np.ones((2, 1), np.float32)}),
+        ("group_scales", {"group_scales": np.ones((2, 1), np.float32)}),
         ("f32, bf16 or f16", {"x": x.astype(np.int32)}),
         ("f32, bf16 or f16", {"dtype": jnp.int32}),
         ("do not fit", {"x": x[0]}),
@@ -273,6 +326,8 @@ def check_fast(target, format, contract, span, m, k, n, *, block=None, index=(0,
     y_type = y_type or jnp.float32
     y = np.asarray(matmul(target, x, stored, index, contract, y_type, fast=True), np.float64)
     levels = np.rint(stored.levels * 127) / 127 if format == "nf4" else stored.levels
+    if format.startswith("fp8"):  # runs as exact
+        return check_matmul(target, format, contract, spans, m, k, n, layers=3, index=index, **options)
     layers = np.clip(index, 0, 2)
     w, true = (levels * stored.scales)[layers], stored.values[layers]
     if contract:
@@ -306,12 +361,12 @@ def test_fast_matmul_is_its_definition(target, format):
 
 def test_fast_matmul_with_scales_in_eight_bits(target):
     for contract, m in itertools.product((0, 1), (1, 7)):
-        check_fast(target, "nf4", contract, 64, m, 200, 333, double=True)
+        check_fast(target, "nf4", contract, 64, m, 200, 333, scale="dynamic")
 
 
 def test_fast_matmul_is_exact_where_scales_vary_in_its_sum(target):
     x = np.random.default_rng(1).standard_normal((1, 3, 96)).astype(np.float32)
-    for format, (contract, spans) in itertools.product(FORMATS, [(0, (1, 64)), (1, (64, 1)), (0, (3, 1)), (1, (1, 6))]):
+    for format, (contract, spans) in itertools.product(OLD, [(0, (1, 64)), (1, (64, 1)), (0, (3, 1)), (1, (1, 6))]):
         stored = Stored(format, 1, 96, 96, *spans)
         fast, exact = (matmul(target, x, stored, [0], contract, fast=fast) for fast in (True, False))
         np.testing.assert_array_equal(fast, exact)
@@ -322,7 +377,7 @@ def test_fast_matmul_of_rows_with_nan_or_infinity_is_nan(target):
     x[0, 1, 7], x[0, 3, 255], x[0, 4, 100] = np.nan, np.inf, -np.inf
     x[0, 5] = 0
     x[0, 6] *= 1e-42
-    for format, contract, span in itertools.product(FORMATS, (0, 1), (0, 64)):
+    for format, contract, span in itertools.product([*OLD, "q4", "q3"], (0, 1), (0, 64)):
         stored = Stored(format, 1, 256, 256, *((1, span) if contract else (span, 1)))
         y = np.asarray(matmul(target, x, stored, [0], contract, fast=True))[0]
         np.testing.assert_array_equal(np.isnan(y).all(1), [i in (1, 3, 4) for i in range(8)])
@@ -340,14 +395,14 @@ def take(target, ids, stored, dtype=jnp.float32):
 
 def test_take(target):
     ids = [0, 5, 5, -1, 99, 3]
-    for format, spans, columns in itertools.product(FORMATS, [(64, 1), (1, 64), (1, 0), (5, 7)], (33, 256)):
+    for format, spans, columns in itertools.product(ALL, [(64, 1), (1, 64), (1, 0), (5, 7)], (33, 256)):
         stored = Stored(format, 1, 20, columns, *spans)
         for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
             want = stored.values[0][np.clip(ids, 0, 19)]
             np.testing.assert_array_equal(
                 take(target, ids, stored, dtype), jnp.asarray(want, jnp.float32).astype(dtype)
             )
-    stored = Stored("nf4", 1, 300, 640, 1, 64, double=True)
+    stored = Stored("nf4", 1, 300, 640, 1, 64, scale="dynamic")
     many = np.random.default_rng(0).integers(0, 300, 500)
     np.testing.assert_allclose(take(target, many, stored), stored.values[0][many], rtol=1e-6)
 
@@ -363,7 +418,8 @@ def squares(target, x, stored, **changes):
 
 def test_squares(target):
     rng = np.random.default_rng(0)
-    for format, spans, columns in itertools.product(FORMATS, [(64, 1), (1, 64), (1, 0), (5, 7)], (33, 256, 5000)):
+    formats = [*OLD, "q4", "q3", "mxfp4"]
+    for format, spans, columns in itertools.product(formats, [(64, 1), (1, 64), (1, 0), (5, 7)], (33, 256, 5000)):
         stored = Stored(format, 2, 20, columns, *spans)
         for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
             x = jnp.asarray(stored.values + rng.standard_normal(stored.values.shape) / 100, dtype)
@@ -371,7 +427,7 @@ def test_squares(target):
             wide = np.asarray(x, np.float64)
             np.testing.assert_allclose(lost, np.sum((stored.values - wide) ** 2, -1), rtol=1e-3)
             np.testing.assert_allclose(size, np.sum(wide**2, -1), rtol=1e-5)
-    stored = Stored("nf4", 2, 300, 640, 1, 64, double=True)
+    stored = Stored("nf4", 2, 300, 640, 1, 64, scale="dynamic")
     lost, _ = squares(target, np.zeros(stored.values.shape, np.float32), stored)
     np.testing.assert_allclose(lost, np.sum(stored.values**2, -1), rtol=1e-5)
     for shape in [(0, 3, 4), (1, 0, 4), (1, 3, 0)]:
@@ -392,7 +448,7 @@ def test_squares_of_a_row_with_nan_are_nan(target):
 
 def encode(target, x, format, row_span, col_span):
     layers, rows, columns = x.shape
-    codes = (layers, rows, -(-columns // PER_BYTE[format]))
+    codes = (layers, rows, -(-columns // (1 if format == "int8" else 2)))
     scales = (layers, stored_length(rows, row_span), stored_length(columns, col_span))
     types = (
         jax.ShapeDtypeStruct(codes, jnp.int8 if format == "int8" else jnp.uint8),

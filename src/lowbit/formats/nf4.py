@@ -98,8 +98,12 @@ class ArrayNF4(QuantizedArray):
         return 127
 
     @property
-    def decoder(self) -> str:
-        return "nf4"
+    def decoder(self) -> np.ndarray:
+        return LEVELS
+
+    @property
+    def scale_codec(self) -> str | None:
+        return None if self.group_absmax is None else "dynamic"
 
     def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:
         if self.group_absmax is None or self.offset is None:

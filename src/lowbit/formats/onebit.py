@@ -35,6 +35,7 @@ from .table import Format, register_format
 
 Kind = Literal["ternary", "binary"]
 _PER_BYTE: dict[str, int] = {"ternary": 4, "binary": 8}
+_TABLES = {"ternary": np.array([-1, 0, 1, 2], np.float32), "binary": np.array([-1, 1], np.float32)}
 
 
 @stored
@@ -121,8 +122,8 @@ class Array1B(QuantizedArray):
         return 1
 
     @property
-    def decoder(self) -> str:
-        return self.kind
+    def decoder(self) -> np.ndarray:
+        return _TABLES[self.kind]
 
     def levels(self, *codes: jax.Array) -> jax.Array:
         values = codes[0].astype(jnp.float32)

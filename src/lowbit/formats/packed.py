@@ -18,7 +18,7 @@ from lowbit.runtime import aux_field
 from ._inputs import axis_spans, checked_block_size, checked_dtype, checked_input, checked_scale, raise_if_not_finite
 from .components import SCALE_DTYPES
 from .layout import Layout, Options, encode_blocks
-from .levels import Floats, Integers, Powers, Table
+from .levels import Floats, Integers, Levels, Powers, Table
 from .quantized import QuantizedArray, stored
 from .table import FORMATS, Format, register_format
 
@@ -28,6 +28,7 @@ E8M0 = Powers(8)
 E4M3 = Floats(8, exponent=4, mantissa=3, reserved=1)
 E5M2 = Floats(8, exponent=5, mantissa=2, reserved=4)
 E2M1 = Floats(4, exponent=2, mantissa=1)
+_NATIVE: dict[Levels | None, str] = {SIGNED8: "signed8", E8M0: "e8m0", E4M3: "e4m3", E5M2: "e5m2"}
 
 
 @stored
@@ -109,6 +110,19 @@ class PackedArray(QuantizedArray):
     @property
     def int8_multiplier(self) -> int | None:
         return self.layout.levels.int8_multiplier
+
+    @property
+    def decoder(self) -> str | np.ndarray | None:
+        levels = self.layout.levels
+        if levels.bits > 6:
+            return _NATIVE.get(levels)
+        if "high" in self.packing and self.int8_multiplier is None:
+            return None
+        return Integers(levels.bits).table if self.affine else levels.table
+
+    @property
+    def scale_codec(self) -> str | None:
+        return _NATIVE.get(self.layout.scales) if self._has_scale_codes() else None
 
     def levels(self, *codes: jax.Array) -> jax.Array:
         low, *high = codes

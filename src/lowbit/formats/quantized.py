@@ -118,8 +118,8 @@ class QuantizedArray(ShardedArray):
         return None
 
     @property
-    def decoder(self) -> str | None:
-        """The name of the format's decoder in the native library; None if it has none.
+    def decoder(self) -> str | np.ndarray | None:
+        """How the native library decodes: the levels of all codes, or a name; None if it cannot.
 
         A subclass with `levels` or `packing` of its own does not inherit it, nor `int8_multiplier`.
         """
@@ -128,6 +128,11 @@ class QuantizedArray(ShardedArray):
     @property
     def int8_multiplier(self) -> int | None:
         """Multiplier that maps levels to int8, rounded unless it is 1; None if they do not fit."""
+        return None
+
+    @property
+    def scale_codec(self) -> str | None:
+        """The name in the native library of what scale codes mean; None if scales are floats, or it does not know."""
         return None
 
     def coded_scales(self) -> tuple[Any, Any, Any, Any] | None:

@@ -201,7 +201,7 @@ class _Layout:
         for name, array in tensors:
             if isinstance(array, QuantizedArray) and not self.holds(array):
                 if self.to == "gguf" and not self.dequantize:
-                    raise self.refusal(target, {str(array.decoder): [name]})
+                    raise self.refusal(target, {array.format.name if array.format else type(array).__name__: [name]})
                 if self.to != "gguf":  # its writer dequantizes and rounds once
                     array = np.asarray(array.materialize())
             yield name, array

@@ -73,8 +73,7 @@ def matmul(product: Product) -> jax.Array:
     w, matrices, rows = product.w, math.prod(product.batch), math.prod(product.rows)
     y = jax.ffi.ffi_call("lowbit_matmul", jax.ShapeDtypeStruct((matrices, rows, product.n), product.dtype))(
         product.x.reshape(matrices, rows, product.k),
-        w.codes,
-        *_scale_operands(w, math.prod(w.stored_shape[:-2])),
+        *_operands(w, math.prod(w.stored_shape[:-2])),
         layer_numbers(w),
         **_layout(w),
         contract=np.int64(product.contract + 2),
@@ -85,24 +84,40 @@ def matmul(product: Product) -> jax.Array:
 
 def _layout(w: QuantizedArray) -> dict[str, Any]:
     spans = {"row_span": np.int64(span_of(w.spans, -2)), "col_span": np.int64(span_of(w.spans, -1))}
-    return {"format": w.decoder, "columns": np.int64(w.stored_shape[-1]), **spans}
+    format = w.decoder if isinstance(w.decoder, str) else "table"
+    return {
+        "format": format,
+        "codec": w.scale_codec or "",
+        "columns": np.int64(w.stored_shape[-1]),
+        **spans,
+    }
 
 
-def _scale_operands(w: QuantizedArray, layers: int) -> Iterator[jax.Array]:
-    """The scales, and for scales in 8 bits what decodes them: group scales, offset, table; else these are empty."""
-    none = lax.full((0, 0), 0, jnp.float32)
-    scales, group, offset, table = w.coded_scales() or (w.scale_values(), none, none, none.reshape(0))
-    yield scales
-    for component in (group, offset):
-        yield component.reshape(layers if component.size else 0, component.shape[-1])
-    yield table
+def _operands(w: QuantizedArray, layers: int) -> Iterator[Any]:
+    """Codes, levels, scales, and what decodes scales that are codes: group scales, offset, table; or empty arrays."""
+    none = np.zeros((0, 0), np.float32)
+    yield w.codes
+    yield getattr(w, "high") if "high" in w.packing else none.astype(np.uint8)
+    yield none[0:0, :].reshape(0) if isinstance(w.decoder, str) else np.asarray(w.decoder, np.float32)
+    if coded := w.coded_scales():
+        scales, group, offset, table = coded
+        yield scales
+        yield group.reshape(layers, group.shape[-1])
+        yield offset.reshape(layers, 1)
+        yield table
+        return
+    yield w.scales if w.scale_codec or w.scales.dtype in _FLOATS else w.scale_values()
+    group = getattr(w, "group_scales", None)
+    yield none if group is None or not w.scale_codec else group.astype(jnp.float32)
+    yield none
+    yield none.reshape(0)
 
 
 # --- rows
 
 
 def take_fits(w: QuantizedArray, rows: jax.Array) -> bool:
-    return w.decoder is not None and w.dtype in _FLOATS
+    return w.decoder is not None and w.offset_values() is None and w.dtype in _FLOATS
 
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
@@ -111,17 +126,12 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
         "lowbit_take",
         jax.ShapeDtypeStruct((rows.size, w.stored_shape[-1]), w.dtype),
         vmap_method="sequential",
-    )(
-        rows.reshape(rows.size).astype(jnp.int32),
-        w.codes,
-        *_scale_operands(lax.stop_gradient(w), 1),
-        **_layout(w),
-    )
+    )(rows.reshape(rows.size).astype(jnp.int32), *_operands(lax.stop_gradient(w), 1), **_layout(w))
     return y.reshape(*rows.shape[:-1], y.shape[-1])
 
 
 def squares_fits(w: QuantizedArray, array: jax.Array) -> bool:
-    plain = w.ndim > 1 and w.index is None and array.dtype in _FLOATS
+    plain = w.ndim > 1 and w.index is None and w.offset_values() is None and array.dtype in _FLOATS
     return _matrices_fit(w) and plain and jax.device_count() == 1
 
 
@@ -131,7 +141,7 @@ def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:
     stack = math.prod(layers)
     sums = jax.ShapeDtypeStruct((stack, rows), jnp.float32)
     lost, size = jax.ffi.ffi_call("lowbit_squares", (sums, sums), vmap_method="sequential")(
-        array.reshape(stack, rows, columns), w.codes, *_scale_operands(w, stack), **_layout(w)
+        array.reshape(stack, rows, columns), *_operands(w, stack), **_layout(w)
     )
     return lost.reshape(*layers, rows), size.reshape(*layers, rows)
 

@@ -68,7 +68,7 @@ def _program(product: Product, *, kernels: Any) -> jax.Array:
     if not kernels:
         return reference.matmul(product)
     # Scales in 8 bits depend on their position in the whole matrix, which a shard does not know.
-    if devices_in_use(*jax.tree.leaves(product)) > 1:
+    if product.w.scale_components and devices_in_use(*jax.tree.leaves(product)) > 1:
         product = replace(product, w=product.w.plain())
     leaves, tree = jax.tree.flatten(product)
     sharded = ShardedProduct(partial(by_platform, dict(kernels), reference.matmul), product)

@@ -22,7 +22,7 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     @custom_vmap
     def call(w: QuantizedArray, rows: jax.Array) -> jax.Array:
         # Scales in 8 bits depend on their position in the whole matrix, which a shard does not know.
-        w = w if devices_in_use(rows, *jax.tree.leaves(w)) == 1 else w.plain()
+        w = w.plain() if w.scale_components and devices_in_use(rows, *jax.tree.leaves(w)) > 1 else w
         like = ShardedRows(reference.take, w, rows)
         return over_devices(ShardedRows(look_up, w, rows), rows, *jax.tree.leaves(w), like=like)
 

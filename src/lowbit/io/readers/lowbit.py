@@ -61,7 +61,9 @@ class LowbitFile(Reader):
 
     def type(self, name: str) -> str:
         array = self._entry(name)
-        return array.decoder or type(array).__name__ if isinstance(array, QuantizedArray) else NAMES[array.dtype]
+        if not isinstance(array, QuantizedArray):
+            return NAMES[array.dtype]
+        return array.format.name if array.format else type(array).__name__
 
     def array(self, name: str) -> QuantizedArray | np.ndarray:
         array = self._entry(name)
