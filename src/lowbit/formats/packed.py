@@ -16,7 +16,7 @@ from jax.core import Tracer
 from lowbit.runtime import aux_field
 
 from ._inputs import axis_spans, checked_block_size, checked_dtype, checked_input, checked_scale, raise_if_not_finite
-from .components import SCALE_DTYPES
+from .components import SCALE_DTYPES, checked_scale_dtype
 from .layout import Layout, Options, encode_blocks
 from .levels import Floats, Integers, Powers, Table
 from .quantized import QuantizedArray, stored
@@ -79,7 +79,9 @@ class PackedArray(QuantizedArray):
             raise ValueError(f"search=True for {format_name!r} needs a format that searches, one axis, and no scale=.")
         if offset and (scale is not None or not single):
             raise ValueError(f"offset=True for {format_name!r} needs a single axis, and does not take scale=.")
-        options = Options(offset, searches and search is not False, np.dtype(scale_dtype or np.float32))
+        options = Options(
+            offset, searches and search is not False, checked_scale_dtype(scale_dtype or np.float32, format_name)
+        )
         options.check(layout, format_name)
         components = dict.fromkeys(("high", "offsets", "group_scales")) | encode_blocks(
             array, spans, layout, options, given
@@ -183,6 +185,7 @@ def declare(name: str, layout: Layout, *, error: float) -> Format:
             error=error,
             bits=float(layout.levels.bits),
             blocked=layout.block_size is not None,
+            options=layout.options,
             top=layout.levels.largest,
             layout=layout,
         )
@@ -201,4 +204,21 @@ LAYOUTS = {
     "mxfp4": Layout(E2M1, 32, E8M0, weighting=None),
     "nvfp4": Layout(E2M1, 16, E4M3, "matrix", weighting=None),
 }
-"""Layouts by name. They are not in the table of formats yet: `declare` adds one."""
+"""The layouts of the built-in formats that are declared, by name."""
+
+_ERRORS = {
+    "q4": 0.0750,
+    "q3": 0.1539,
+    "q2": 0.3096,
+    "int2": 0.3374,
+    "int3": 0.1645,
+    "int4": 0.0815,
+    "int5": 0.0405,
+    "int6": 0.0203,
+    "fp8": 0.0264,
+    "fp8_e5m2": 0.0526,
+    "mxfp4": 0.1148,
+    "nvfp4": 0.0949,
+}
+for _name, _layout in LAYOUTS.items():
+    declare(_name, _layout, error=_ERRORS[_name])
