@@ -45,10 +45,10 @@ class Layout:
 # `make test-all` runs all layouts.
 HALF = {"one": 1, "other": 0}.get(os.environ.get("LOWBIT_TEST_LAYOUTS", "all"))
 
-# One format for each mechanism: codes of 8, 4, 2 and 1 bits, tables, scale codes with group scales along an axis (q4) or
-# over a matrix (nvfp4), codes in two components (q3), small floats (fp8), offsets and float16 scales (int4). The other
-# rows of the table differ from these in numbers alone: tests over layouts run them in `make test-all`, and every run
-# has the tests over all of FORMATS, which are cheap.
+# One format for each mechanism: codes of 8, 4, 2 and 1 bits, tables, scale codes with group scales along an axis (q4)
+# or over a matrix (nvfp4), codes in two components (q3), small floats (fp8), offsets and float16 scales (int4). The
+# other rows of the table differ from these in numbers alone: tests over layouts run them in `make test-all`, and every
+# run has the tests over all of FORMATS, which are cheap.
 MECHANISMS = ("int8", "nf4", "ternary", "binary", "q4", "q3", "fp8", "nvfp4")
 AFFINE = (("offset", True), ("scale_dtype", "float16"))
 SOME_FORMATS = tuple(FORMATS) if HALF is None else MECHANISMS

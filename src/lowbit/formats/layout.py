@@ -159,7 +159,10 @@ def _symmetric(
     codes = layout.levels.nearest(array * spread(reciprocal(scales), spans, array.shape))
     if layout.scales is None:
         stored = (scales * unit).astype(options.scale_dtype)
-        fits = jnp.isfinite(stored) & ((stored != 0) | (scales == 0))
+        # A scale below the range of float32 is 0, and so are its weights; one below a narrow range would lose weights
+        # that matter.
+        kept = (stored != 0) | (scales == 0) | (options.scale_dtype == np.float32)
+        fits = jnp.isfinite(stored) & kept
         return {"codes": codes, "scales": jnp.where(fits, stored, jnp.nan)}
     return {"codes": codes, "scales": store.stored(scales)} | ({"group_scales": group * unit} if layout.group else {})
 

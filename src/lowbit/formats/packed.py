@@ -34,9 +34,9 @@ E2M1 = Floats(4, exponent=2, mantissa=1)
 class PackedArray(QuantizedArray):
     """An array of a declared format (see `declare`): `value = level(code) * scale + offset`."""
 
-    high: jax.Array | None
-    offsets: jax.Array | None
-    group_scales: jax.Array | None
+    high: jax.Array | None = None
+    offsets: jax.Array | None = None
+    group_scales: jax.Array | None = None
     format_name: str = aux_field()
     affine: bool = aux_field(default=False)  # integers from 0, with an offset
 
@@ -90,13 +90,12 @@ class PackedArray(QuantizedArray):
             shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, affine=offset, **components
         )
         scales = quantized.scale_values()
-        if options.scale_dtype != np.float32 and not isinstance(scales, Tracer) and bool(jnp.isnan(scales).any()):
-            largest = float(jnp.abs(array).max())
-            if np.isfinite(largest):
-                raise ValueError(
-                    f"scale_dtype={options.scale_dtype} cannot hold the scales of {format_name!r} for an array with "
-                    f"values up to {largest:g}: pass scale_dtype='float32'."
-                )
+        narrow = options.scale_dtype != np.float32 and not isinstance(scales, Tracer)
+        if narrow and bool(jnp.isnan(scales).any()) and bool(jnp.isfinite(array).all()):
+            raise ValueError(
+                f"scale_dtype={options.scale_dtype} cannot hold the scales of {format_name!r} for an array with "
+                f"values up to {float(jnp.abs(array).max()):g}: pass scale_dtype='float32'."
+            )
         raise_if_not_finite(array, scales, format_name)
         return quantized
 
@@ -120,6 +119,12 @@ class PackedArray(QuantizedArray):
         return Integers(levels.bits).decode(low) if self.affine else levels.decode(low)
 
     def component_spans(self) -> dict[str, tuple[int, ...]]:
+        missing = [name for name in self.packing if getattr(self, name) is None]
+        missing += ["group_scales"] * (
+            self.layout.group is not None and self.group_scales is None and self._has_scale_codes()
+        )
+        if missing:
+            raise ValueError(f"A PackedArray of the format {self.format_name!r} needs the components {missing} too.")
         spans = super().component_spans()
         if self.offsets is not None:
             spans["offsets"] = self.spans
