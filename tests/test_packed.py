@@ -1,6 +1,5 @@
 """Declared formats: what codes mean, how scales are found, and every operation on codes, scale codes and offsets."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,15 +17,6 @@ from lowbit.formats import Layout, declare, levels, packed
 
 AFFINE = ("int4", {"offset": True})
 WAYS = [*((name, {}) for name in packed.LAYOUTS), AFFINE, ("int3", {"offset": True, "scale_dtype": jnp.bfloat16})]
-
-
-@pytest.fixture(autouse=True)
-def declared() -> Iterator[None]:
-    for name, layout in packed.LAYOUTS.items():
-        declare(name, layout, error=1.0)
-    yield
-    for name in packed.LAYOUTS:
-        del FORMATS[name]
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
