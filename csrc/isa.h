@@ -3,6 +3,7 @@
 #include "encode.h"
 #include "matmul_exact.h"
 #include "matmul_fast.h"
+#include "search.h"
 #include "take.h"
 
 namespace lowbit::LOWBIT_ISA {
@@ -17,6 +18,7 @@ extern const Kernels kernels = {
     take,                     //
     squares,                  //
     encode,                   //
+    search,                   //
 };
 
 }  // namespace lowbit::LOWBIT_ISA

@@ -95,6 +95,33 @@ struct Encode {
   float* scales;   // [layers, scale_rows, scale_cols]
 };
 
+// Codes and scales of x by a search (formats/search.py), with blocks of `span` along the rows or the columns.
+constexpr int64_t kSearchBlock = 512;  // the longest block
+
+enum class Weighting { plain, square, root };
+
+struct Search {
+  int bits;
+  int zero;             // of integers, code - zero
+  const float* levels;  // [2^bits] of a table, or null for integers
+  const float* middle;  // [2^bits - 1], where the nearest level of a table changes
+  Weighting weighting;  // of squared errors
+  float inverse_top;    // 1 / largest level
+  float group_factor;   // group scale in units of the largest magnitude
+  const float* factors;
+  int64_t factor_count;
+  bool along_rows;
+  int64_t span;
+  int64_t layers, rows, columns, low_bytes, high_bytes, scale_rows, scale_cols;
+  const void* x;  // [layers, rows, columns]
+  Float x_type;
+  uint8_t* codes;  // [layers, rows, low_bytes]
+  uint8_t* high;   // [layers, rows, high_bytes], or null
+  void* scales;    // [layers, scale_rows, scale_cols] of scale_type, or of codes if there are group scales
+  Float scale_type;
+  float* group_scales;  // one for each column or row of a layer, or null
+};
+
 // Runs tasks on a thread pool; the calling thread runs tasks too.
 class Parallel {
  public:
@@ -133,6 +160,7 @@ struct Kernels {
   bool (*take)(const Take&, const Parallel&);           // false: out of memory
   bool (*squares)(const Squares&, const Parallel&);     // false: out of memory
   bool (*encode)(const Encode&, const Parallel&);       // false: out of memory
+  bool (*search)(const Search&, const Parallel&);       // false: out of memory
 };
 
 namespace generic {

@@ -35,6 +35,9 @@ LOWBIT_INLINE __mmask16 first(int64_t count) { return static_cast<__mmask16>((1u
 LOWBIT_INLINE F load(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first(count), p); }
 LOWBIT_INLINE void store(float* p, F a, int64_t count) { _mm512_mask_storeu_ps(p, first(count), a); }
 LOWBIT_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+LOWBIT_INLINE F square_root(F a) { return _mm512_sqrt_ps(a); }
+LOWBIT_INLINE F smaller(F a, F b) { return _mm512_min_ps(a, b); }
+LOWBIT_INLINE F larger(F a, F b) { return _mm512_max_ps(a, b); }
 LOWBIT_INLINE float sum_of(F a) { return _mm512_reduce_add_ps(a); }
 LOWBIT_INLINE F permute(F a, __m512i lanes) { return _mm512_permutexvar_ps(lanes, a); }
 
@@ -65,6 +68,9 @@ LOWBIT_INLINE __m256i first(int64_t count) {
 LOWBIT_INLINE F load(const float* p, int64_t count) { return _mm256_maskload_ps(p, first(count)); }
 LOWBIT_INLINE void store(float* p, F a, int64_t count) { _mm256_maskstore_ps(p, first(count), a); }
 LOWBIT_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+LOWBIT_INLINE F square_root(F a) { return _mm256_sqrt_ps(a); }
+LOWBIT_INLINE F smaller(F a, F b) { return _mm256_min_ps(a, b); }
+LOWBIT_INLINE F larger(F a, F b) { return _mm256_max_ps(a, b); }
 LOWBIT_INLINE float sum_of(F a) {
   __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   b = _mm_add_ps(b, _mm_movehl_ps(b, b));
@@ -106,6 +112,9 @@ LOWBIT_INLINE void store(float* p, F a, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = a[i];
 }
 LOWBIT_INLINE F fma(F a, F b, F c) { return a * b + c; }
+LOWBIT_INLINE F square_root(F a) { return _mm_sqrt_ps(a); }
+LOWBIT_INLINE F smaller(F a, F b) { return _mm_min_ps(a, b); }
+LOWBIT_INLINE F larger(F a, F b) { return _mm_max_ps(a, b); }
 LOWBIT_INLINE float sum_of(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 LOWBIT_INLINE float f32_of_f16(uint16_t h) {

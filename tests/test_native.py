@@ -14,7 +14,9 @@ import pytest
 
 import lowbit.kernels
 from lowbit.formats import int8, nf4, packed
+from lowbit.formats import layout as layouts
 from lowbit.formats.nf4 import LEVELS, dynamic_map
+from lowbit.kernels import cpu
 
 FOLDERS = [Path(folder) / "lowbit_native.so" for folder in lowbit.kernels.__path__]
 LIBRARY = Path(os.environ.get("LOWBIT_LIBRARY") or next((path for path in FOLDERS if path.exists()), "none"))
@@ -483,6 +485,52 @@ def test_encode_gives_the_bits_of_the_format(target):
                         np.asarray(whole).view(np.uint8),
                         f"{format} {shape} {spans} {dtype}",
                     )
+
+
+@pytest.fixture
+def search(target, monkeypatch):
+    """Quantize by the search of the library of one instruction set."""
+
+    def run(array, spans, layout, options):
+        like = jax.eval_shape(lambda array: layouts._by_jax(array, spans, layout, options), array)
+        call = jax.ffi.ffi_call
+        with monkeypatch.context() as patch:
+            patch.setattr(jax.ffi, "ffi_call", lambda name, *args, **params: call(target(name), *args, **params))
+            return jax.jit(lambda a: cpu.search(a, spans=spans, layout=layout, options=options, like=like))(array)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["q4", "q3", "q2", "int4", "int6"])
+def test_search_gives_the_bits_of_the_format(search, name):
+    rng = np.random.default_rng(0)
+    for shape, spans, dtype, scale_dtype in [
+        ((2, 131, 77), (32, 1), jnp.float32, np.float32),
+        ((1, 64, 520), (1, 32), jnp.float32, jnp.float16),
+        ((1, 70, 90), (16, 1), jnp.bfloat16, jnp.bfloat16),
+        ((3, 33, 65), (1, 64), jnp.float16, np.float32),
+        ((1, 50, 40), (0, 1), jnp.float32, np.float32),
+        ((1, 40, 50), (1, 20), jnp.float32, np.float32),
+    ]:
+        x = rng.standard_normal(shape).astype(np.float32)
+        # Zeros, subnormal numbers and their neighbours, numbers near the largest, NaN and infinity.
+        x[0, 2] = x[0, :, 11] = 0
+        x[0, 3] *= 1e-38
+        x[0, :, 12] *= 3e-39
+        x[-1, 20:, 13:16] *= 1e37
+        x[-1, 5, 9], x[-1, 6, 10], x[0, 30, 33] = np.nan, np.inf, -np.inf
+        array, layout = jnp.asarray(x).astype(dtype), packed.LAYOUTS[name]
+        held = np.dtype(scale_dtype) if layout.scales is None else np.dtype(np.float32)
+        options = layouts.Options(False, True, held)
+        assert cpu.search_fits(array, spans=spans, layout=layout, options=options, like=None) or jax.device_count() > 1
+        want = jax.jit(lambda a, *args: layouts._by_jax(a, *args), static_argnums=(1, 2, 3))(
+            array, spans, layout, options
+        )
+        got = search(array, spans, layout, options)
+        for part, whole in want.items():
+            np.testing.assert_array_equal(
+                np.asarray(got[part]).view(np.uint8), np.asarray(whole).view(np.uint8), f"{part} {shape} {spans}"
+            )
 
 
 def test_encode_of_nothing(target):

@@ -1,7 +1,6 @@
 """Encode a dense array: the step of `quantize` that has a kernel."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +9,9 @@ from jax import lax
 from lowbit.dispatch import by_platform, find_kernels, nearest, use_kernel
 
 
-def encode(reference: Callable[..., Any], array: jax.Array, spans: tuple[int, ...], format: str) -> Any:
-    """Compute `reference(array, spans)`, codes and scales, in a kernel that gives the same bits where there is one."""
+def encode(operation: str, reference: Callable[[jax.Array], Any], array: jax.Array, **params: Any) -> Any:
+    """Compute `reference(array)`, codes and scales, in a kernel that gives the same bits where there is one."""
     array = lax.stop_gradient(array)
-    like = jax.eval_shape(partial(reference, spans=spans), array)
-    params = {"spans": spans, "format": format, "like": like}
-    kernels = find_kernels("encode", array, **params) if nearest(use_kernel.value, True) else {}
-    return by_platform(kernels, lambda array, **_: reference(array, spans), array, **params)
+    params["like"] = jax.eval_shape(reference, array)
+    kernels = find_kernels(operation, array, **params) if nearest(use_kernel.value, True) else {}
+    return by_platform(kernels, lambda array, **_: reference(array), array, **params)

@@ -75,7 +75,7 @@ class Array8B(QuantizedArray):
 def _encode(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     if scale is not None:
         return _by_jax(jax.lax.stop_gradient(array), spans, scale)
-    return encode(_by_jax, array, spans, "int8")
+    return encode("encode", partial(_by_jax, spans=spans), array, spans=spans, format="int8")
 
 
 def _scale_of_max(largest: jax.Array) -> jax.Array:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._encode import encode
 from .blocks import WHOLE, block_max, pack, span_of, spread
 from .levels import Integers, Levels, Powers
 from .search import (
     FACTORS,
     by_blocks,
+    flushed,
     joined,
     reciprocal,
     search_affine,
@@ -70,6 +72,13 @@ class Layout:
         }
         return frozenset(name for name, has_use in able.items() if has_use)
 
+    @property
+    def group_factor(self) -> np.float32:
+        """The group scale in units of the largest magnitude: the largest scale that a search may try is the largest
+        scale code."""
+        assert self.scales is not None
+        return np.float32((FACTORS[-1] if self.weighting else 1) / (self.levels.largest * self.scales.largest))
+
     def group_spans(self, spans: Sequence[int], ndim: int) -> tuple[int, ...]:
         """The spans of group scales, for scales with these spans."""
         last = range(-min(ndim, 2), 0)
@@ -116,7 +125,17 @@ def encode_blocks(
     array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, given: jax.Array | None
 ) -> dict[str, Any]:
     """The components of an array of this layout; `given` are scales to round by."""
-    array = lax.stop_gradient(array).astype(jnp.float32)
+    array = lax.stop_gradient(array)
+    by_jax = functools.partial(_by_jax, spans=spans, layout=layout, options=options, given=given)
+    if options.search and not options.offset:
+        return encode("search", by_jax, array, spans=spans, layout=layout, options=options)
+    return by_jax(array)
+
+
+def _by_jax(
+    array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, given: jax.Array | None = None
+) -> dict[str, Any]:
+    array = array.astype(jnp.float32)
     largest = block_max(array, spans)
     finite = jnp.isfinite(largest) if given is None else jnp.isfinite(largest) & jnp.isfinite(given)
     array = jnp.where(spread(finite, spans, array.shape), array, 0)
@@ -148,7 +167,7 @@ def _symmetric(
     array = array / spread(unit, group_spans, array.shape)
     group = 1 / unit  # codes that stand alone are in units of 1
     if layout.scales is not None and layout.group:
-        group = reach / unit * np.float32((FACTORS[-1] if layout.weighting else 1) / (top * layout.scales.largest))
+        group = reach / unit * layout.group_factor
     store = _Store(layout.scales, options.scale_dtype, group)
     if given is not None:
         scales = store.round(given / unit)
@@ -158,11 +177,11 @@ def _symmetric(
         scales = store.round(largest / unit * np.float32(1 / layout.anchor))
     codes = layout.levels.nearest(array * spread(reciprocal(scales), spans, array.shape))
     if layout.scales is None:
-        stored = (scales * unit).astype(options.scale_dtype)
         # A scale below the range of float32 is 0, and so are its weights; one below a narrow range would lose weights
         # that matter.
-        kept = (stored != 0) | (scales == 0) | (options.scale_dtype == np.float32)
-        fits = jnp.isfinite(stored) & kept
+        wide = flushed(scales * unit)
+        stored = wide.astype(options.scale_dtype)
+        fits = jnp.isfinite(stored) & ((stored != 0) | (wide == 0))
         return {"codes": codes, "scales": jnp.where(fits, stored, jnp.nan)}
     return {"codes": codes, "scales": store.stored(scales)} | ({"group_scales": group * unit} if layout.group else {})
 

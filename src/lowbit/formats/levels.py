@@ -93,9 +93,13 @@ class Table(Levels):
     def decode(self, codes: jax.Array) -> jax.Array:
         return chosen(codes, self.values)
 
+    @property
+    def middle(self) -> np.ndarray:
+        """Where the nearest level changes."""
+        return np.array([(low + high) / 2 for low, high in zip(self.values, self.values[1:], strict=False)], np.float32)
+
     def nearest(self, values: jax.Array) -> jax.Array:
-        middle = [np.float32((low + high) / 2) for low, high in zip(self.values, self.values[1:], strict=False)]
-        return functools.reduce(jnp.add, [(values >= m).astype(jnp.uint8) for m in middle])
+        return functools.reduce(jnp.add, [(values >= m).astype(jnp.uint8) for m in self.middle])
 
     @property
     def largest(self) -> float:

@@ -156,7 +156,7 @@ def _encode(
     array: jax.Array, spans: tuple[int, ...], double_quant: bool, scale: jax.Array | None = None
 ) -> dict[str, Any]:
     if scale is None:
-        codes, scales = encode(_by_jax, array, spans, "nf4")
+        codes, scales = encode("encode", functools.partial(_by_jax, spans=spans), array, spans=spans, format="nf4")
     else:
         codes, scales = _by_jax(jax.lax.stop_gradient(array), spans, scale)
     components = {"codes": codes, "scales": scales, "group_absmax": None, "offset": None}

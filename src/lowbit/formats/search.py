@@ -17,10 +17,19 @@ from .blocks import ordered_sum, unfused
 from .levels import Integers, Levels, exponent_of, power_of_two
 
 # Sizes to try, in units of (largest magnitude of the block) / (largest level).
-FACTORS = tuple(float(f) for f in np.linspace(0.7, 1.15, 10, dtype=np.float32))
+FACTORS = tuple(float(f) for f in np.linspace(0.7, 1.1, 7, dtype=np.float32))
 
 
-def weights_of(blocks: jax.Array, mask: jax.Array | None, count: jax.Array, weighting: str) -> jax.Array:
+def factors_to_try(signed: bool) -> np.ndarray:
+    return np.array([*FACTORS, *(-f for f in FACTORS)] if signed else FACTORS, np.float32)
+
+
+def inverse_top(levels: Levels) -> np.float32:
+    """1 / the largest level; the compiler would replace a division by it."""
+    return np.float32(1 / levels.largest)
+
+
+def weights_of(blocks: jax.Array, mask: jax.Array | None, count: np.ndarray, weighting: str) -> jax.Array:
     """The weight of each squared error.
 
     - "plain": 1.
@@ -30,7 +39,8 @@ def weights_of(blocks: jax.Array, mask: jax.Array | None, count: jax.Array, weig
         weights = jnp.ones_like(blocks)
     else:
         squares = unfused(blocks * blocks)
-        weights = jnp.sqrt(ordered_sum(squares, -2, keepdims=True) / count + squares)
+        mean = unfused(ordered_sum(squares, -2, keepdims=True) * (1 / count))
+        weights = jnp.sqrt(mean + squares)
     return weights if mask is None else weights * mask
 
 
@@ -49,8 +59,8 @@ def search_scale(
     - `signed`: whether scales may be negative.
     """
     weighted = weights * blocks
-    start = largest / np.float32(levels.largest)
-    factors = np.array([*FACTORS, *(-f for f in FACTORS)] if signed else FACTORS, np.float32)
+    start = largest * inverse_top(levels)
+    factors = factors_to_try(signed)
 
     def attempt(i: Any, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         error, scale = best
@@ -109,12 +119,17 @@ def reciprocal(values: jax.Array) -> jax.Array:
     return jnp.where(values == 0, 0, 1 / jnp.where(values == 0, 1, values))
 
 
+def flushed(values: jax.Array) -> jax.Array:
+    """Subnormal numbers as zero, also where the compiler would keep them."""
+    return jnp.where(jnp.abs(values) < np.finfo(np.float32).tiny, 0, values)
+
+
 def unit_of(largest: jax.Array) -> jax.Array:
     """The power of two at or below a magnitude, so that dividing by it is exact and leaves neither huge nor tiny."""
     return power_of_two(jnp.clip(exponent_of(largest), -120, 120))
 
 
-def by_blocks(array: jax.Array, axis: int, span: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+def by_blocks(array: jax.Array, axis: int, span: int) -> tuple[jax.Array, jax.Array | None, np.ndarray]:
     """The array as (..., blocks, block, column): `axis` split, and moved before the last.
 
     Also a mask of the elements that are there, None if all are, and the number of them in each block.
@@ -126,7 +141,7 @@ def by_blocks(array: jax.Array, axis: int, span: int) -> tuple[jax.Array, jax.Ar
     padded = jnp.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, short)]) if short else moved
     split = padded.reshape(*moved.shape[:-1], (length + short) // size, size)
     inside = np.arange(length + short).reshape(-1, size) < length
-    count = jnp.asarray(np.maximum(inside.sum(-1), 1).astype(np.float32))
+    count = np.maximum(inside.sum(-1), 1).astype(np.float32)
     mask = jnp.asarray(inside.astype(np.float32)) if short else None
     # One column: the order of sums is the same however the other axes are sliced or sharded.
     return split[..., None], None if mask is None else mask[..., None], count[:, None, None]

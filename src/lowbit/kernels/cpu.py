@@ -19,7 +19,11 @@ from jax import lax
 
 from lowbit.dispatch import register_kernel
 from lowbit.formats.blocks import span_of
+from lowbit.formats.layout import Layout, Options
+from lowbit.formats.levels import Integers, Table
+from lowbit.formats.packed import SIGNED8
 from lowbit.formats.quantized import QuantizedArray
+from lowbit.formats.search import factors_to_try, inverse_top
 
 from ._tiles import layer_numbers
 from .product import Product
@@ -97,8 +101,8 @@ def _operands(w: QuantizedArray, layers: int) -> Iterator[Any]:
     """Codes, levels, scales, and what decodes scales that are codes: group scales, offset, table; or empty arrays."""
     none = np.zeros((0, 0), np.float32)
     yield w.codes
-    yield getattr(w, "high") if "high" in w.packing else none.astype(np.uint8)
-    yield none[0:0, :].reshape(0) if isinstance(w.decoder, str) else np.asarray(w.decoder, np.float32)
+    yield getattr(w, "high", None) if "high" in w.packing else none.astype(np.uint8)
+    yield none.reshape(0) if isinstance(w.decoder, str) else np.asarray(w.decoder, np.float32)
     if coded := w.coded_scales():
         scales, group, offset, table = coded
         yield scales
@@ -156,21 +160,68 @@ def encode_fits(array: jax.Array, *, spans: tuple[int, ...], **params: Any) -> b
 def encode(array: jax.Array, *, spans: tuple[int, ...], format: str, like: Any) -> Any:
     """The codes and scales of the format's own program, bit for bit."""
     matrices = math.prod(array.shape[:-2])
-
-    def stacked(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (matrices, *(1,) * (2 - len(shape)), *shape[-2:])
-
     components = jax.ffi.ffi_call(
-        "lowbit_encode",
-        [jax.ShapeDtypeStruct(stacked(known.shape), known.dtype) for known in like],
-        vmap_method="sequential",
+        "lowbit_encode", [_stack_of(known, matrices) for known in like], vmap_method="sequential"
     )(
-        array.reshape(stacked(array.shape)),
+        array.reshape(_stack_of(array, matrices).shape),
         format=format,
         row_span=np.int64(span_of(spans, -2)),
         col_span=np.int64(span_of(spans, -1)),
     )
     return type(like)(found.reshape(known.shape) for found, known in zip(components, like, strict=True))
+
+
+_LONGEST_BLOCK = 512  # that the library searches
+
+
+def search_fits(array: jax.Array, *, spans: tuple[int, ...], layout: Layout, options: Options, like: Any) -> bool:
+    """Whether the library has this search: blocks along one of the last two axes, few levels, scales that it stores."""
+    axis = next(axis for axis in range(-len(spans), 0) if spans[axis] != 1)
+    bits = {Table: 4, Integers: 6}.get(type(layout.levels), 0)
+    stored = layout.scales is None if layout.group is None else (layout.scales, layout.group) == (SIGNED8, "axis")
+    return (
+        array.dtype in _FLOATS
+        and array.size > 0
+        and axis >= -2
+        and (spans[axis] or array.shape[axis]) <= _LONGEST_BLOCK
+        and layout.levels.bits <= bits
+        and stored
+        and layout.weighting in ("plain", "square", "root")
+        and jax.device_count() == 1
+    )
+
+
+def search(array: jax.Array, *, spans: tuple[int, ...], layout: Layout, options: Options, like: Any) -> Any:
+    """The components of the format's own program, bit for bit."""
+    levels = layout.levels
+    along_rows = span_of(spans, -2) != 1
+    span = span_of(spans, -2) if along_rows else span_of(spans, -1)
+    matrices = math.prod(array.shape[:-2])
+    none, nothing = np.zeros(0, np.float32), jax.ShapeDtypeStruct((0, 0, 0), jnp.float32)
+    names = ("codes", "high", "scales", "group_scales")
+    types = {name: _stack_of(like[name], matrices) if name in like else nothing for name in names}
+    types["high"] = jax.ShapeDtypeStruct(types["high"].shape, jnp.uint8)
+    found = jax.ffi.ffi_call("lowbit_search", list(types.values()), vmap_method="sequential")(
+        array.reshape(_stack_of(array, matrices).shape),
+        levels.table if isinstance(levels, Table) else none,
+        levels.middle if isinstance(levels, Table) else none,
+        factors_to_try(layout.is_signed),
+        bits=np.int64(levels.bits),
+        zero=np.int64(levels.zero if isinstance(levels, Integers) else 0),
+        weighting=layout.weighting,
+        inverse_top=inverse_top(levels),
+        group_factor=layout.group_factor if layout.group else np.float32(0),
+        along_rows=along_rows,
+        span=np.int64(span or array.shape[-2 if along_rows else -1]),
+    )
+    by_name = dict(zip(names, found, strict=True))
+    return {name: by_name[name].reshape(known.shape) for name, known in like.items()}
+
+
+def _stack_of(array: Any, matrices: int) -> jax.ShapeDtypeStruct:
+    """An array as a stack of matrices."""
+    shape = (matrices, *(1,) * (2 - len(array.shape)), *array.shape[-2:])
+    return jax.ShapeDtypeStruct(shape, array.dtype)
 
 
 def register(folders: Sequence[str]) -> None:
@@ -182,3 +233,4 @@ def register(folders: Sequence[str]) -> None:
         register_kernel("take", "cpu", take, take_fits)
         register_kernel("squares", "cpu", squares, squares_fits)
         register_kernel("encode", "cpu", encode, encode_fits)
+        register_kernel("search", "cpu", search, search_fits)

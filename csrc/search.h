@@ -1,0 +1,483 @@
+// Codes and scales by a search for the least weighted squared error, bit for bit equal to `formats/search.py` as XLA
+// runs it on CPU. Lanes are blocks: a tile has kLanes of them, and an element of each in every vector.
+#ifndef LOWBIT_SEARCH_H_
+#define LOWBIT_SEARCH_H_
+
+#include "encode.h"
+#include "small_floats.h"
+
+namespace lowbit::LOWBIT_ISA {
+
+LOWBIT_INLINE F select(I mask, F yes, F no) { return as_floats((as_ints(yes) & mask) | (as_ints(no) & ~mask)); }
+LOWBIT_INLINE F reciprocal(F x) {
+  const I is_zero = x == zero();
+  return as_floats(as_ints(broadcast(1.0f) / select(is_zero, broadcast(1.0f), x)) & ~is_zero);
+}
+
+// ---- The nearest level
+//
+//   code(x)                   the code of the nearest level
+//   levels(x, inverse, out)   the nearest levels of kChunk vectors, times `inverse`
+
+constexpr int kChunk = 8;
+
+// Of integers, code - zero: to nearest even.
+struct NearestInteger {
+  F low, high;
+
+  explicit NearestInteger(const Search& p)
+      : low(broadcast(static_cast<float>(-p.zero))), high(broadcast(static_cast<float>((1 << p.bits) - 1 - p.zero))) {}
+
+  // The bounds are integers, so that clipping first gives the same.
+  LOWBIT_INLINE F clipped(F x) const { return smaller(larger(x, low), high); }
+  LOWBIT_INLINE I code(F x) const { return round_to_int(clipped(x)) - round_to_int(low); }
+  LOWBIT_INLINE void levels(const float* x, F inverse, F out[kChunk]) const {
+    for (int i = 0; i < kChunk; ++i) out[i] = to_float(round_to_int(clipped(load(x + i * kLanes) * inverse)));
+  }
+};
+
+// Of a table of 2^kBits levels: the number of midpoints up to x, by binary search.
+template <int kBits>
+struct NearestInTable {
+  static constexpr int kCount = 1 << kBits;
+  alignas(64) float step[kBits][16] = {};
+  alignas(64) float low[16] = {}, high[16] = {};
+
+  explicit NearestInTable(const Search& p) {
+    for (int s = 0; s < kBits; ++s) {
+      const int half = kCount >> (s + 1);
+      for (int i = 0; i < 1 << s; ++i) step[s][i] = p.middle[half * (2 * i + 1) - 1];
+    }
+    for (int i = 0; i < kCount; ++i) (kCount <= 8 || i < 8 ? low[i] : high[i - 8]) = p.levels[i];
+    if (kLanes == 16) {
+      for (int i = 0; i < kCount; ++i) low[i] = p.levels[i];
+    }
+  }
+
+  LOWBIT_INLINE I code(F x) const {
+    I code = -(x >= broadcast(step[0][0]));
+    for (int s = 1; s < kBits; ++s) code = code + code - (x >= lookup(step[s], code));
+    return code;
+  }
+  LOWBIT_INLINE void levels(const float* x, F inverse, F out[kChunk]) const {
+    for (int i = 0; i < kChunk; ++i) {
+      const I found = code(load(x + i * kLanes) * inverse);
+      if constexpr (kCount <= 8 || kLanes == 16) {
+        out[i] = lookup(low, found);
+      } else {
+        out[i] = select(found > 7, lookup(high, found & 7), lookup(low, found & 7));
+      }
+    }
+  }
+};
+
+#if defined(LOWBIT_AVX2)
+
+// The same for tables of small integers, 32 values at a time. Levels change at multiples of 1/2, so floor(2x) decides,
+// in a byte. Its upper bits are a cell, with at most one change in it: the code at the start of the cell, and the place
+// of the change, are looked up in bytes, separately for cells below and above zero.
+template <int kBits>
+struct NearestSmall : NearestInTable<kBits> {
+  static constexpr int kCell = 4;
+  alignas(16) int8_t level_of[16] = {};
+  alignas(16) int8_t code_above[16], code_below[16], change_above[16], change_below[16];
+  bool fits = true;
+
+  explicit NearestSmall(const Search& p) : NearestInTable<kBits>(p) {
+    constexpr int kCount = 1 << kBits;
+    int change[kCount];
+    for (int i = 0; i < kCount; ++i) {
+      if (p.levels[i] < -127 || p.levels[i] > 127) fits = false;
+      level_of[i] = fits ? static_cast<int8_t>(p.levels[i]) : 0;
+      if (static_cast<float>(level_of[i]) != p.levels[i]) fits = false;
+    }
+    for (int i = 0; i + 1 < kCount && fits; ++i) {
+      if (!(p.middle[i] >= -31 && p.middle[i] <= 31)) fits = false;
+      change[i] = fits ? static_cast<int>(2 * p.middle[i]) : 0;
+      if (static_cast<float>(change[i]) != 2 * p.middle[i]) fits = false;
+    }
+    for (int cell = -16; cell < 16 && fits; ++cell) {
+      int code = 0, changes = 0, place = 127;
+      for (int i = 0; i + 1 < kCount; ++i) {
+        if (change[i] <= kCell * cell) {
+          ++code;
+        } else if (change[i] < kCell * (cell + 1)) {
+          place = change[i] - 1;
+          ++changes;
+        }
+      }
+      if (changes > 1) fits = false;
+      (cell < 0 ? code_below[~cell] : code_above[cell]) = static_cast<int8_t>(code);
+      (cell < 0 ? change_below[~cell] : change_above[cell]) = static_cast<int8_t>(place);
+    }
+  }
+
+  LOWBIT_INLINE static __m256i table(const int8_t* from) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+
+  LOWBIT_INLINE void levels(const float* x, F inverse, F out[kChunk]) const {
+    for (int i = 0; i < kChunk; i += 4) four(x + i * kLanes, inverse + inverse, out + i);
+  }
+
+  LOWBIT_INLINE void four(const float* x, F inverse, F out[4]) const {
+    __m256i halves[4];
+    for (int i = 0; i < 4; ++i) {
+      halves[i] = _mm256_cvtps_epi32(_mm256_floor_ps(load(x + i * kLanes) * inverse));
+    }
+    const __m256i a = _mm256_packs_epi32(halves[0], halves[1]), b = _mm256_packs_epi32(halves[2], halves[3]);
+    const __m256i steps = _mm256_packs_epi16(a, b);
+    // Beyond +-64 the last cells continue.
+    __m256i cells = _mm256_packs_epi16(_mm256_srai_epi16(a, 2), _mm256_srai_epi16(b, 2));
+    cells = _mm256_max_epi8(_mm256_min_epi8(cells, _mm256_set1_epi8(15)), _mm256_set1_epi8(-16));
+    const __m256i below = _mm256_xor_si256(cells, _mm256_set1_epi8(-1));  // a negative index looks up a zero
+    const __m256i code =
+        _mm256_or_si256(_mm256_shuffle_epi8(table(code_above), cells), _mm256_shuffle_epi8(table(code_below), below));
+    const __m256i change = _mm256_or_si256(_mm256_shuffle_epi8(table(change_above), cells),
+                                           _mm256_shuffle_epi8(table(change_below), below));
+    const __m256i found = _mm256_sub_epi8(code, _mm256_cmpgt_epi8(steps, change));
+    const __m256i mixed = _mm256_shuffle_epi8(table(level_of), found);
+    const __m256i levels = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    const __m128i low = _mm256_castsi256_si128(levels), high = _mm256_extracti128_si256(levels, 1);
+    out[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low));
+    out[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(low, 8)));
+    out[2] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high));
+    out[3] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(high, 8)));
+  }
+};
+
+#endif
+
+// ---- How scales are stored
+
+struct Stored8 {
+  F group, inverse;
+
+  explicit Stored8(F group) : group(group), inverse(reciprocal(group)) {}
+
+  // The code of signed8: to nearest even, clipped.
+  LOWBIT_INLINE I code(F scale) const {
+    const F relative = scale * inverse;
+    F size = as_floats(as_ints(relative) & 0x7fffffff);
+    size = select(size > broadcast(31.0f), broadcast(31.0f), size);
+    const I exponent = max((as_ints(size) >> 23) - 127, I{} - 2);
+    const I steps = round_to_int(size * as_floats((4 - exponent + 127) << 23));
+    I found = steps + ((exponent + 2) << 4);
+    found = found > 127 ? I{} + 127 : found;
+    return found | ((as_ints(relative) < 0) & (found > 0) & 128);
+  }
+  LOWBIT_INLINE F round(F scale) const {
+    const I found = code(scale);
+    const I magnitude = found & 127, exponent = max(magnitude >> 4, I{} + 1);
+    const I fraction = (magnitude & 15) + ((magnitude > 15) & 16);
+    const F value = to_float(fraction) * as_floats((exponent - 7 + 127) << 23);
+    return as_floats(as_ints(value) ^ ((found > 127) & static_cast<int32_t>(0x80000000))) * group;
+  }
+};
+
+struct StoredFloat {
+  Float type;
+
+  LOWBIT_INLINE F round(F scale) const {
+    if (type == Float::f32) return scale;
+    alignas(64) float wide[kLanes];
+    uint16_t half[kLanes];
+    store(wide, scale);
+    from_f32(wide, kLanes, half, type, 0);
+    to_f32(half, type, 0, kLanes, wide);
+    return load(wide);
+  }
+};
+
+// ---- A tile of blocks
+
+// Buffers of `size` vectors, with zeros from the end of the blocks to a multiple of kChunk.
+struct SearchTile {
+  float *values, *weights, *weighted;
+  int64_t size;   // of a block, rounded up
+  int64_t count;  // of elements that are there
+};
+
+struct FitSums {
+  F along, across;
+};
+
+// The sums of kCount products, added in adjacent pairs.
+template <int kCount>
+LOWBIT_INLINE FitSums pair_sums(const SearchTile& t, const F* levels, int64_t at) {
+  if constexpr (kCount == 1) {
+    return {load(t.weighted + at * kLanes) * *levels, load(t.weights + at * kLanes) * (*levels * *levels)};
+  } else {
+    const FitSums a = pair_sums<kCount / 2>(t, levels, at);
+    const FitSums b = pair_sums<kCount / 2>(t, levels + kCount / 2, at + kCount / 2);
+    return {a.along + b.along, a.across + b.across};
+  }
+}
+
+// sums[0] = the sum of `count` vectors in adjacent pairs; they are overwritten.
+LOWBIT_INLINE F pairwise(F* sums, int64_t count) {
+  for (; count > 1; count = ceil_div(count, 2)) {
+    for (int64_t i = 0; i < count / 2; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+    if (count % 2 == 1) sums[count / 2] = sums[count - 1] + zero();
+  }
+  return sums[0];
+}
+
+constexpr int64_t kMostChunks = kSearchBlock / kChunk;
+
+// Weights of the squared errors: 1, mean(w^2) + w^2, or the root of that.
+inline void set_weights(const Search& p, const SearchTile& t) {
+  const F inverse = broadcast(1.0f / static_cast<float>(t.count));
+  F sums[kSearchBlock];
+  sums[0] = zero();
+  if (p.weighting != Weighting::plain) {
+    for (int64_t i = 0; i < t.size; ++i) sums[i] = load(t.values + i * kLanes) * load(t.values + i * kLanes);
+  }
+  const F mean = p.weighting != Weighting::plain ? pairwise(sums, t.size) * inverse : zero();
+  for (int64_t i = 0; i < t.size; ++i) {
+    const F value = load(t.values + i * kLanes);
+    F weight = broadcast(1.0f);
+    if (p.weighting != Weighting::plain) weight = mean + value * value;
+    if (p.weighting == Weighting::root) weight = square_root(weight);
+    if (i >= t.count) weight = zero();
+    store(t.weights + i * kLanes, weight);
+    store(t.weighted + i * kLanes, weight * value);
+  }
+}
+
+// The scale of each block, as it is read back.
+template <typename N, typename S>
+F search_scale(const Search& p, const N& shared, const S& stored, const SearchTile& tile, F largest) {
+  const N nearest = shared;
+  const SearchTile t = tile;
+  const F start = largest * broadcast(p.inverse_top);
+  F best = broadcast(__builtin_inff()), found = zero();
+  for (int64_t f = 0; f < p.factor_count; ++f) {
+    const F inverse = reciprocal(broadcast(p.factors[f]) * start);
+    F along[kMostChunks], across[kMostChunks];
+    along[0] = across[0] = zero();  // a block has at least one chunk
+    for (int64_t chunk = 0; chunk < t.size / kChunk; ++chunk) {
+      F levels[kChunk];
+      nearest.levels(t.values + chunk * kChunk * kLanes, inverse, levels);
+      const FitSums sums = pair_sums<kChunk>(t, levels, chunk * kChunk);
+      along[chunk] = sums.along;
+      across[chunk] = sums.across;
+    }
+    const F product = pairwise(along, t.size / kChunk), norm = pairwise(across, t.size / kChunk);
+    const F fitted = stored.round(product * reciprocal(norm));
+    const F lost = fitted * (fitted * norm - broadcast(2.0f) * product);
+    const I better = lost < best;
+    best = select(better, lost, best);
+    found = select(better, fitted, found);
+  }
+  return found;
+}
+
+// The power of two at or below a magnitude.
+LOWBIT_INLINE F unit_of(F size) {
+  I exponent = (as_ints(size) >> 23 & 255) - 127;
+  exponent = exponent < -120 ? I{} - 120 : exponent > 120 ? I{} + 120 : exponent;
+  return as_floats((exponent + 127) << 23);
+}
+
+// ---- Blocks of an array
+
+constexpr int64_t kTaskLines = 16;  // rows or columns: whole bytes of codes, and a cache line of float32
+
+// The elements [0, length) of kLanes lines from `line` on, as vectors; zeros for lines that are not there.
+inline void load_lines(const Search& p, int64_t layer, int64_t line, int64_t lines, int64_t length, float* out) {
+  if (p.along_rows) {
+    for (int64_t i = 0; i < length; ++i) {
+      const int64_t at = (layer * p.rows + i) * p.columns + line;
+      if (p.x_type == Float::f32 && lines == kLanes) {
+        const float* x = static_cast<const float*>(p.x) + at;
+        prefetch(x + 8 * p.columns);
+        store(out + i * kLanes, load(x));
+        continue;
+      }
+      store(out + i * kLanes, zero());
+      to_f32(p.x, p.x_type, at, lines, out + i * kLanes);
+    }
+    return;
+  }
+  memset(out, 0, static_cast<size_t>(length * kLanes) * 4);
+  for (int64_t l = 0; l < lines; ++l) {
+    float some[64];
+    for (int64_t i = 0; i < length; i += 64) {
+      const int64_t count = min(64, length - i);
+      to_f32(p.x, p.x_type, (layer * p.rows + line + l) * p.columns + i, count, some);
+      for (int64_t j = 0; j < count; ++j) out[(i + j) * kLanes + l] = some[j];
+    }
+  }
+}
+
+// The largest magnitude of each block, and of all blocks without NaN or infinity.
+inline I find_tops(const Search& p, const float* x, int64_t length, I* tops) {
+  I reach{};
+  for (int64_t begin = 0; begin < length; begin += p.span) {
+    I top{};
+    for (int64_t i = begin; i < min(begin + p.span, length); ++i) top = max(top, magnitude(load(x + i * kLanes)));
+    tops[begin / p.span] = top;
+    reach = max(reach, top >= 0x7f800000 ? I{} : top);
+  }
+  return reach;
+}
+
+// The stored scales of one block of each line: NaN where it has NaN or infinity, or the type cannot hold the scale.
+inline void store_scales(const Search& p, const StoredFloat&, F scale, F unit, I is_finite, int64_t at, int64_t step,
+                         int64_t lines) {
+  alignas(64) float wide[kLanes];
+  store(wide, scale * unit);
+  for (int64_t l = 0; l < lines; ++l) {
+    float held = wide[l];
+    uint16_t half;
+    if (p.scale_type != Float::f32) {
+      from_f32(wide + l, 1, &half, p.scale_type, 0);
+      to_f32(&half, p.scale_type, 0, 1, &held);
+    }
+    const bool fits = held - held == 0 && (held != 0 || wide[l] == 0);
+    if (wide[l] == 0) held = 0;  // without a sign
+    if (!is_finite[l] || !fits) held = __builtin_nanf("");
+    from_f32(&held, 1, p.scales, p.scale_type, at + l * step);
+  }
+}
+inline void store_scales(const Search& p, const Stored8& stored, F scale, F, I is_finite, int64_t at, int64_t step,
+                         int64_t lines) {
+  const I codes = stored.code(scale);
+  for (int64_t l = 0; l < lines; ++l) {
+    static_cast<uint8_t*>(p.scales)[at + l * step] = static_cast<uint8_t>(is_finite[l] ? codes[l] : 128);
+  }
+}
+
+// Scales and codes of kLanes lines, in units of their group, or of each block if there are no groups; `codes` has one
+// byte for each element, with these steps.
+template <typename N, typename S>
+void search_lines(const Search& p, const N& nearest, const S& stored, F group_unit, const I* tops, int64_t layer,
+                  int64_t line, int64_t lines, int64_t length, const float* x, float* tile, uint8_t* codes,
+                  int64_t line_step, int64_t element_step) {
+  const int64_t size = round_up(p.span, kChunk), scale_step = p.along_rows ? 1 : p.scale_cols;
+  SearchTile t{tile, tile + size * kLanes, tile + 2 * size * kLanes, size, 0};
+  for (int64_t begin = 0; begin < length; begin += p.span) {
+    const int64_t block = begin / p.span;
+    const I is_finite = tops[block] < 0x7f800000;
+    const F largest = as_floats(as_ints(top_or_zero(tops[block])) & is_finite);
+    const F unit = p.group_scales == nullptr ? unit_of(largest) : group_unit, inverse_unit = broadcast(1.0f) / unit;
+    t.count = min(p.span, length - begin);
+    for (int64_t i = 0; i < size; ++i) {
+      F value = zero();
+      if (i < t.count) value = as_floats(as_ints(load(x + (begin + i) * kLanes)) & is_finite) * inverse_unit;
+      store(t.values + i * kLanes, value);
+    }
+    set_weights(p, t);
+    const F scale = search_scale(p, nearest, stored, t, largest * inverse_unit), inverse = reciprocal(scale);
+    for (int64_t i = 0; i < t.count; ++i) {
+      const I found = nearest.code(load(t.values + i * kLanes) * inverse);
+      uint8_t* out = codes + (begin + i) * element_step;
+      if (line_step == 1 && lines == kLanes) {
+        pack_codes<1>(found, out);
+        continue;
+      }
+      for (int64_t l = 0; l < lines; ++l) out[l * line_step] = static_cast<uint8_t>(found[l]);
+    }
+    const int64_t at = p.along_rows ? block * p.scale_cols + line : line * p.scale_cols + block;
+    store_scales(p, stored, scale, unit, is_finite, layer * p.scale_rows * p.scale_cols + at, scale_step, lines);
+  }
+}
+
+// Packs `bits` of each code, from bit `shift` on, the first code in the highest bits of a byte.
+template <int kBits>
+void pack_bits_of(const uint8_t* codes, int64_t count, int shift, uint8_t* out) {
+  constexpr int kPer = 8 / kBits, kMask = (1 << kBits) - 1;
+  const int64_t whole = count / kPer;
+  for (int64_t i = 0; i < whole; ++i) {
+    int byte = 0;
+    for (int j = 0; j < kPer; ++j) byte |= (codes[i * kPer + j] >> shift & kMask) << (8 - kBits * (j + 1));
+    out[i] = static_cast<uint8_t>(byte);
+  }
+  int last = 0;
+  for (int64_t j = whole * kPer; j < count; ++j) {
+    last |= (codes[j] >> shift & kMask) << (8 - kBits * (j - whole * kPer + 1));
+  }
+  if (whole * kPer < count) out[whole] = static_cast<uint8_t>(last);
+}
+
+inline void pack_bits(const uint8_t* codes, int64_t count, int bits, int shift, uint8_t* out) {
+  if (bits == 4) return pack_bits_of<4>(codes, count, shift, out);
+  if (bits == 2) return pack_bits_of<2>(codes, count, shift, out);
+  return pack_bits_of<1>(codes, count, shift, out);
+}
+
+// Packs the codes of the lines of a task into their components.
+inline void pack_lines(const Search& p, const uint8_t* codes, int64_t layer, int64_t line, int64_t lines,
+                       int64_t length) {
+  const int low = low_bits(p.bits), high = p.bits - low;
+  const int64_t rows = p.along_rows ? length : lines, count = p.along_rows ? lines : length;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t row = layer * p.rows + (p.along_rows ? r : line + r), column = p.along_rows ? line : 0;
+    const uint8_t* from = codes + r * (p.along_rows ? kTaskLines : length);
+    pack_bits(from, count, low, 0, p.codes + row * p.low_bytes + column * low / 8);
+    if (high > 0) pack_bits(from, count, high, low, p.high + row * p.high_bytes + column * high / 8);
+  }
+}
+
+// Up to kTaskLines columns or rows of a layer.
+template <typename N>
+bool search_task(const Search& p, const N& nearest, int64_t layer, int64_t line) {
+  const FlushDenormals flush;
+  const int64_t length = p.along_rows ? p.rows : p.columns, all = p.along_rows ? p.columns : p.rows;
+  const int64_t count = min(kTaskLines, all - line), blocks = ceil_div(length, p.span);
+  const int64_t line_step = p.along_rows ? 1 : length, element_step = p.along_rows ? kTaskLines : 1;
+  const int64_t size = round_up(p.span, kChunk);
+  float* x = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(length * kLanes) * 4));
+  float* tile = static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>(3 * size * kLanes) * 4));
+  uint8_t* codes = static_cast<uint8_t*>(scratch(Scratch::task_codes, static_cast<size_t>(kTaskLines * length)));
+  I* tops = static_cast<I*>(scratch(Scratch::task_scales, static_cast<size_t>(blocks) * sizeof(I)));
+  if (x == nullptr || tile == nullptr || codes == nullptr || tops == nullptr) return false;
+  for (int64_t l = 0; l < count; l += kLanes) {
+    const int64_t lines = min(kLanes, count - l);
+    load_lines(p, layer, line + l, lines, length, x);
+    const F reach = top_or_zero(find_tops(p, x, length, tops));
+    uint8_t* out = codes + l * line_step;
+    if (p.group_scales != nullptr) {
+      const F unit = unit_of(reach), group = reach / unit * broadcast(p.group_factor);
+      store(p.group_scales + layer * all + line + l, group * unit, lines);
+      search_lines(p, nearest, Stored8(group), unit, tops, layer, line + l, lines, length, x, tile, out, line_step,
+                   element_step);
+    } else {
+      search_lines(p, nearest, StoredFloat{p.scale_type}, zero(), tops, layer, line + l, lines, length, x, tile, out,
+                   line_step, element_step);
+    }
+  }
+  pack_lines(p, codes, layer, line, count, length);
+  return true;
+}
+
+template <typename N>
+bool search_as(const Search& p, const N& nearest, const Parallel& parallel) {
+  const int64_t tasks = ceil_div(p.along_rows ? p.columns : p.rows, kTaskLines);
+  bool done = true;
+  parallel.each(p.layers * tasks, [&](int64_t i) {
+    if (!search_task(p, nearest, i / tasks, i % tasks * kTaskLines)) __atomic_store_n(&done, false, __ATOMIC_RELAXED);
+  });
+  return done;
+}
+
+template <int kBits>
+bool search_table(const Search& p, const Parallel& parallel) {
+#if defined(LOWBIT_AVX2)
+  if (const NearestSmall<kBits> nearest(p); nearest.fits) return search_as(p, nearest, parallel);
+#endif
+  return search_as(p, NearestInTable<kBits>(p), parallel);
+}
+
+inline bool search(const Search& p, const Parallel& parallel) {
+  if (p.levels == nullptr) return search_as(p, NearestInteger(p), parallel);
+  if (p.bits == 4) return search_table<4>(p, parallel);
+  if (p.bits == 3) return search_table<3>(p, parallel);
+  if (p.bits == 2) return search_table<2>(p, parallel);
+  return search_table<1>(p, parallel);
+}
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_SEARCH_H_
