@@ -60,7 +60,8 @@ class PackedArray(QuantizedArray):
         """Quantize a dense array.
 
         - `block_size`: how many elements along `axis` share a scale; -1 for all. Default that of the format.
-        - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis.
+        - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis. With several, blocks
+          have `block_size` elements along each: 128 x 128 for `axis=(-2, -1), block_size=128`.
         - `offset`: store the smallest value of each block too, for integers from 0.
         - `search`: search for the scale with the least error; False takes the largest magnitude. Default what the
           format declares, along a single axis.
