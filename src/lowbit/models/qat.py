@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def straight_through_tree(
     params: T,
-    rules: Rules = "nf4",
+    rules: Rules = "q4",
     *,
     fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
@@ -70,7 +70,7 @@ def straight_through_tree(
 
 def learned_scales(
     params: Any,
-    rules: Rules = "nf4",
+    rules: Rules = "q4",
     *,
     fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
