@@ -67,19 +67,25 @@ def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Arr
     return array
 
 
-def checked_scale(scale: Any, shape: Sequence[int], spans: Sequence[int], format: str) -> jax.Array | None:
-    """Check scales given by the user against the shape that the format stores. Unusable ones become NaN under jit."""
+def checked_scale(
+    scale: Any, shape: Sequence[int], spans: Sequence[int], format: str, *, signed: bool = False
+) -> jax.Array | None:
+    """Check scales given by the user against the shape that the format stores. Unusable ones become NaN under jit.
+
+    `signed`: whether scales may be negative.
+    """
     if scale is None:
         return None
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     want = tuple(stored_length(length, span) for length, span in zip(shape, spans, strict=True))
     if scale.shape != want:
         raise ValueError(f"scale= for {format!r} has the shape {scale.shape}, and the array needs scales of {want}.")
-    usable = (scale > 0) & jnp.isfinite(scale)
+    usable = ((scale != 0) if signed else (scale > 0)) & jnp.isfinite(scale)
     if not isinstance(scale, Tracer) and not bool(usable.all()):
         first = tuple(int(i) for i in np.argwhere(~np.asarray(usable))[0])
+        wanted = "finite and other than 0" if signed else "positive"
         raise ValueError(
-            f"scale= for {format!r} must be positive: {int((~usable).sum())} of {scale.size} are not, "
+            f"scale= for {format!r} must be {wanted}: {int((~usable).sum())} of {scale.size} are not, "
             f"the first is {scale[first]} at {first}."
         )
     return jnp.where(usable, scale, jnp.nan)

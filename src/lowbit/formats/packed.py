@@ -73,7 +73,7 @@ class PackedArray(QuantizedArray):
         dtype = checked_dtype(dtype, array, format_name)
         block_size = layout.block_size if block_size is None else block_size
         spans = axis_spans(array.shape, axis, None if block_size == -1 else checked_block_size(block_size))
-        given = checked_scale(scale, array.shape, spans, format_name)
+        given = checked_scale(scale, array.shape, spans, format_name, signed=layout.is_signed)
         single = sum(span != 1 for span in spans) == 1
         searches = layout.weighting is not None and single and scale is None
         if search and not searches:

@@ -80,7 +80,8 @@ def learned_scales(
 
     They start as those that `quantize_tree` would store. Pass them to `straight_through_tree(..., scales=scales)` while
     training and to `quantize_tree(..., scales=scales)` afterwards. A scale must stay positive: the weights of a
-    negative one become NaN. The other arguments are those of `quantize_tree`.
+    negative one become NaN. Those of q2 to q4 and int2 to int6 may be negative, and must not become 0. The other
+    arguments are those of `quantize_tree`.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"kernel": jnp.linspace(-1, 1, 64 * 32).reshape(64, 32), "bias": jnp.zeros(32)}
