@@ -299,7 +299,7 @@ def test_totals_are_those_of_the_file(to: str, tiny: Path, tmp_path: Path) -> No
     given = ("quantize", tiny, target, "--to", to)
     if to != "lowbit":
         told = run(*given, code=1).stderr
-        assert "cannot hold 15 tensors (blk.0.attn_q.weight, ...) as nf4" in told and "--dequantize writes" in told
+        assert "cannot hold 15 tensors (blk.0.attn_q.weight, ...) as q4" in told and "--dequantize writes" in told
         assert ("F16" in told and "Q8_0" in told) if to == "gguf" else "dense tensors" in told
         assert not target.exists()
     found = json.loads(run(*given, "--dequantize", "--json").stdout)
@@ -313,9 +313,9 @@ def test_totals_are_those_of_the_file(to: str, tiny: Path, tmp_path: Path) -> No
         assert row["format"] in (None, file.type(row["path"])) and row["after"] == file.nbytes(row["path"])
         assert (row["error"] or 0) == pytest.approx(np.linalg.norm(b - a) / np.linalg.norm(a), rel=1e-4)
     text = run(*given, "--dequantize", "--force").output
-    stored = {"lowbit": "nf4", "gguf": "Q8_0", "safetensors": "F32"}[to]
+    stored = {"lowbit": "q4", "gguf": "Q8_0", "safetensors": "F32"}[to]
     assert f"{found['on_disk']:,} bytes on disk" in text
-    assert ("15 tensors have the error of nf4 and the size of " + stored in text) == (to != "lowbit")
+    assert ("15 tensors have the error of q4 and the size of " + stored in text) == (to != "lowbit")
 
 
 def test_a_file_that_grows_is_reported_as_larger(tiny: Path, tmp_path: Path) -> None:

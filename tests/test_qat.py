@@ -248,7 +248,8 @@ def test_the_gradient_of_a_learned_scale_is_that_of_a_step_size(format: str) -> 
     config = QuantizationConfig(format, 16, axis=-2)
     scale = 0.6 * lowbit.quantize(w, config).scale_values()  # some weights are beyond it
     wide = np.repeat(np.asarray(scale, np.float64), 32 // scale.shape[0], axis=0)
-    value = np.asarray(lowbit.quantize(w, config, scale=scale).materialize(), np.float64)
+    stored = lowbit.quantize(w, config, scale=scale)
+    value = np.asarray(stored.materialize(), np.float64)
     inside = np.abs(np.asarray(w)) <= config.format.top * np.abs(wide)
     assert 0 < inside.mean() < 1
     of_w, of_scale = jax.grad(lambda w, s: (g * straight_through(w, config, scale=s)).sum(), argnums=(0, 1))(w, scale)
@@ -256,7 +257,8 @@ def test_the_gradient_of_a_learned_scale_is_that_of_a_step_size(format: str) -> 
     want = np.asarray(g) * (value - inside * np.asarray(w)) / wide
     want = want.reshape(scale.shape[0], -1, 4).sum(axis=1)
     np.testing.assert_allclose(of_scale, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
-    # Rounding by given scales gives the nearest representable value.
+    # Rounding by given scales, as they are stored, gives the nearest representable value.
+    wide = np.repeat(np.asarray(stored.scale_values(), np.float64), 32 // scale.shape[0], axis=0)
     levels = np.unique(np.round(value / wide, 5))
     nearest = np.abs(np.asarray(w)[None] - levels[:, None, None] * wide).min(axis=0)
     np.testing.assert_allclose(np.abs(np.asarray(w) - value), nearest, atol=1e-5)

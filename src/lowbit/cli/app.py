@@ -131,25 +131,15 @@ def quantize(
     source: Source,
     target: Target,
     format: Annotated[
-        str, typer.Option(metavar=written.FORMAT, help=f"Format of all weights: {', '.join(FORMATS)}.")
-    ] = "q4",
-    block_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of weights that share a scale. Default: the format's.")
-    ] = None,
-    axis: Annotated[
         str | None,
-        typer.Option(
-            metavar="AXIS,...",
-            help="Axis along which weights share a scale, two of them for square blocks. Default: by name.",
-        ),
+        typer.Option(metavar="FORMAT", help=f"Format of all weights: {', '.join(FORMATS)}. Default: q4."),
     ] = None,
-    double_quant: Annotated[bool, typer.Option("--double-quant", help="Store the scales of nf4 in 8 bits.")] = False,
+    block_size: Annotated[int | None, typer.Option(metavar="N", help="Weights that share a scale.")] = None,
+    axis: Annotated[str | None, typer.Option(metavar="N,...", help="Axes along which they do.")] = None,
+    double_quant: Annotated[bool, typer.Option("--double-quant", help="8-bit scales for nf4.")] = False,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar=f"PATTERN={written.FORMAT}",
-            help="Format of the tensors that match, or keep; the first match decides, before --format.",
-        ),
+        typer.Option(metavar="PATTERN=FORMAT", help="Format of tensors that match, or keep; the first match decides."),
     ] = None,
     to: To = None,
     type: Type = "Q8_0",
@@ -166,6 +156,7 @@ def quantize(
     """
     with plain_errors():
         axes = None if axis is None else written.option("axis", axis)
+        format = format or ("nf4" if to == "bitsandbytes" else "q4")  # what the target holds
         every = written.config(format, block_size=block_size, axis=axes, double_quant=double_quant or None)
         rules = [*map(written.rule, rule or ()), Rule("*", every)]
         options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
@@ -346,7 +337,7 @@ def generate(
     format: Annotated[
         str | None,
         typer.Option(
-            metavar=written.FORMAT,
+            metavar="FORMAT",
             help=f"{', '.join(FORMATS)}, or float32. Default: as stored; q4 for a dense file.",
         ),
     ] = None,
