@@ -124,9 +124,7 @@ def _text(error: BaseException) -> str:
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
-@app.command(
-    epilog="Example: lowbit quantize model.safetensors model-q4.safetensors --rule '*embed*=int8:block_size=32'"
-)
+@app.command(epilog="Example: lowbit quantize in.safetensors out.safetensors --rule '*embed*=int8'")
 def quantize(
     source: Source,
     target: Target,
@@ -139,7 +137,7 @@ def quantize(
     double_quant: Annotated[bool, typer.Option("--double-quant", help="8-bit scales for nf4.")] = False,
     rule: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN=FORMAT", help="Format of tensors that match, or keep; the first match decides."),
+        typer.Option(metavar="PATTERN=FORMAT", help="Formats of tensors by name; the first match decides."),
     ] = None,
     to: To = None,
     type: Type = "Q8_0",
