@@ -111,12 +111,51 @@ def test_inspect_and_compare_list_the_tensors(tiny: Path, tmp_path: Path) -> Non
     run("compare", tiny, tmp_path / "c.safetensors", "--tolerance", 9, code=3)
 
 
-def test_bench_times_every_format() -> None:
+def test_formats_have_options(tiny: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.safetensors"
+    rules = (
+        "--rule",
+        "*ffn_down*=int4:offset=true,scale_dtype=float16,axis=-2",
+        "--rule",
+        "*attn_q*=int8:block_size=4",
+    )
+    run("quantize", tiny, target, "--block-size", 16, *rules)
+    file = open_tensors(target)
+    kinds = {name.split(".")[-2]: file.array(name) for name in file if len(file.shape(name)) == 2}
+    down, query, up = kinds["ffn_down"], kinds["attn_q"], kinds["ffn_up"]
+    assert (down.format_name, down.affine, down.scales.dtype, down.axis) == ("int4", True, np.float16, -2)
+    assert (query.format.name, query.block_size) == ("int8", 4)
+    assert (up.format.name, up.block_size, up.axis) == ("q4", 16, -1)  # the default
+    run("quantize", tiny, target, "--force", "--format", "nf4", "--double-quant", "--axis", "-2")
+    up = {name.split(".")[-2]: open_tensors(target).array(name) for name in open_tensors(target)}["ffn_up"]
+    assert up.group_absmax is not None and up.axis == -2
+    run("quantize", tiny, target, "--force", "--format", "fp8", "--axis", "-2,-1", "--block-size", 8)
+    up = {name.split(".")[-2]: open_tensors(target).array(name) for name in open_tensors(target)}["ffn_up"]
+    assert up.spans == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--rule", "*a*=int8:blocks=3"), "Unknown option 'blocks' of a format: it must be one of block_size, axis"),
+        (("--rule", "*a*=int8:block_size=x"), "block_size='x' must be a number."),
+        (("--rule", "*a*=int4:offset=1"), "offset='1' must be true or false."),
+        (("--rule", "*a*=q4:offset=true"), "offset=True is for int2, int3, int4, int5, int6, not for 'q4'."),
+        (("--rule", "*a*=int4:scale_dtype=int8"), "must be one of float32, bfloat16, float16."),
+        (("--format", "int8:offset"), "write FORMAT[:OPTION=VALUE,...], for instance int8:block_size=32."),
+        (("--axis", "x"), "axis='x' must be a number, or several separated by commas."),
+        (("--double-quant",), "double_quant=True is for nf4, not for 'q4'; its scales are in 8 bits already."),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_formats_are_named(given: tuple[str, ...], told: str, tiny: Path, tmp_path: Path) -> None:
+    assert told in run("quantize", tiny, tmp_path / "out", *given, code=1).stderr
+
+
+def test_bench_times_products() -> None:
     rows = json.loads(run("bench", "--size", 64, "--rows", "1,2", "--repeat", 1, "--json").output)
-    assert {row["product"] for row in rows} == {
-        "float32",
-        *(f"{f} {a}" for f in lowbit.FORMATS for a in ("exact", "fast")),
-    }
+    names = ("q4", "nf4", "int8", "ternary", "binary")
+    assert {row["product"] for row in rows} == {"float32", *(f"{f} {a}" for f in names for a in ("exact", "fast"))}
     assert {row["rows"] for row in rows} == {1, 2} and all(row["microseconds"] > 0 for row in rows)
 
 
@@ -260,7 +299,7 @@ def test_totals_are_those_of_the_file(to: str, tiny: Path, tmp_path: Path) -> No
     given = ("quantize", tiny, target, "--to", to)
     if to != "lowbit":
         told = run(*given, code=1).stderr
-        assert "cannot hold 15 tensors (blk.0.attn_q.weight, ...) as nf4" in told and "--dequantize writes" in told
+        assert "cannot hold 15 tensors (blk.0.attn_q.weight, ...) as q4" in told and "--dequantize writes" in told
         assert ("F16" in told and "Q8_0" in told) if to == "gguf" else "dense tensors" in told
         assert not target.exists()
     found = json.loads(run(*given, "--dequantize", "--json").stdout)
@@ -274,13 +313,13 @@ def test_totals_are_those_of_the_file(to: str, tiny: Path, tmp_path: Path) -> No
         assert row["format"] in (None, file.type(row["path"])) and row["after"] == file.nbytes(row["path"])
         assert (row["error"] or 0) == pytest.approx(np.linalg.norm(b - a) / np.linalg.norm(a), rel=1e-4)
     text = run(*given, "--dequantize", "--force").output
-    stored = {"lowbit": "nf4", "gguf": "Q8_0", "safetensors": "F32"}[to]
+    stored = {"lowbit": "q4", "gguf": "Q8_0", "safetensors": "F32"}[to]
     assert f"{found['on_disk']:,} bytes on disk" in text
-    assert ("15 tensors have the error of nf4 and the size of " + stored in text) == (to != "lowbit")
+    assert ("15 tensors have the error of q4 and the size of " + stored in text) == (to != "lowbit")
 
 
 def test_a_file_that_grows_is_reported_as_larger(tiny: Path, tmp_path: Path) -> None:
-    run("quantize", tiny, tmp_path / "nf4")
+    run("quantize", tiny, tmp_path / "nf4", "--format", "nf4")
     assert "cannot hold 15 tensors" in run("convert", tmp_path / "nf4", tmp_path / "f16.gguf", code=1).stderr
     before, after = sizes(tmp_path / "nf4")[0], sizes(tiny)[0]
     text = run("convert", tmp_path / "nf4", tmp_path / "dense", "--to", "safetensors", "--dequantize").output
@@ -321,7 +360,7 @@ def test_other_scales_than_those_of_q8_0_are_refused(tiny: Path, tmp_path: Path)
 
 
 def test_stored_tensors_are_requantized_if_asked_and_otherwise_the_report_says_so(tiny: Path, tmp_path: Path) -> None:
-    run("quantize", tiny, tmp_path / "nf4")
+    run("quantize", tiny, tmp_path / "nf4", "--format", "nf4")
     nf4 = open_tensors(tmp_path / "nf4")
     given = ("quantize", tmp_path / "nf4", tmp_path / "out", "--force", "--format", "int8")
     told = run(*given).output
@@ -332,7 +371,7 @@ def test_stored_tensors_are_requantized_if_asked_and_otherwise_the_report_says_s
     assert "Nothing" not in told and "times larger" in told
     for name in nf4:
         assert (file.type(name) == "int8") == (nf4.type(name) == "nf4")
-    told = run("quantize", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize").output
+    told = run("quantize", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize", "--format", "nf4").output
     assert "Nothing was quantized" in told and "15 stored as nf4 already." in told
     told = run("convert", tmp_path / "nf4", tmp_path / "out", "--force", "--requantize").output
     assert "Nothing was quantized: no format was given." in told

@@ -18,7 +18,8 @@ from test_tokenizer import fields
 from typer.testing import CliRunner
 
 import lowbit
-from lowbit.cli.app import _cache_formats, app
+from lowbit.cli.app import app
+from lowbit.cli.formats import cache_formats
 from lowbit.demo import evaluation, llama
 from lowbit.demo.language_model import LanguageModel, read, write
 from lowbit.demo.llama import LlamaConfig
@@ -259,13 +260,13 @@ def run(*args: Any) -> Any:
 def test_the_demo_ends_with_a_table(tiny: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a low road in the rain, " * 30)
-    result = run("demo", "--model", tiny, "--text", text, "--formats", "nf4,binary", "--tokens", 3)
+    result = run("demo", "--model", tiny, "--text", text, "--formats", "q4,mix,nf4,binary", "--tokens", 3)
     assert result.exit_code == 0, result.output
     assert f"sha256 {evaluation.checksum(text.read_text())}" in result.output
     lines = result.output.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("format "))
     rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[head + 1 : head + 5]}
-    assert list(rows) == ["float32", "nf4", "nf4, cache int8", "binary"]
+    assert list(rows) == ["float32", "q4", "q4, cache int8", "q4, embedding int8", "nf4", "binary"]
     assert rows["binary"][-1] == "needs training"
     assert float(rows["float32"][4]) < 1e-4 and rows["float32"][5] == "100.0%"
     assert float(rows["binary"][0]) < float(rows["nf4"][0]) < 32
@@ -284,17 +285,20 @@ def test_generate_writes_as_the_model_says(tiny: Path) -> None:
 
 
 def test_formats_of_keys_and_values_are_set_separately() -> None:
-    assert _cache_formats("int8", None, None) == ("int8", "int8")
-    assert _cache_formats(None, "int8", None) == ("int8", None)
-    assert _cache_formats("int8", None, "nf4") == ("int8", "nf4")
-    assert _cache_formats(None, None, None) is None
+    assert cache_formats("int8", None, None) == ("int8", "int8")
+    assert cache_formats(None, "int8", None) == ("int8", None)
+    assert cache_formats("int8", None, "nf4") == ("int8", "nf4")
+    assert cache_formats(None, None, None) is None
 
 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("generate", "a", "--format", "nf5"), "Unknown format 'nf5': it must be one of int8, nf4, ternary, binary."),
-        (("demo", "--formats", "nf4,q4"), "Unknown format 'q4'"),
+        (
+            ("generate", "a", "--format", "nf5"),
+            "Unknown format 'nf5': it must be one of int8, nf4, ternary, binary, q4, q3, q2, int2",
+        ),
+        (("demo", "--formats", "nf4,q5"), "Unknown format 'q5'"),
         (("generate", "a", "--kv", "f16"), "Unknown format 'f16'"),
         (("generate", "a", "--model", "absent.gguf"), "No such file or directory: absent.gguf"),
     ],

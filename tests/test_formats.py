@@ -383,7 +383,6 @@ def test_errors_of_single_formats() -> None:
             lambda: Array8B.quantize(w, block_size=0),
             "block_size=0 must be at least 1, or None for one scale along the whole axis.",
         ),
-        (lambda: Array8B.quantize(w, axis=(0, 1), block_size=4), "block_size=4 needs a single axis, not (0, 1)."),
         (
             lambda: Array1B.quantize(w, kind="unary"),
             "Unknown kind 'unary' of Array1B: it must be 'ternary' or 'binary'.",

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALF, assert_close, assert_same_bits
+from helpers import HALF, SOME_FORMATS, assert_close, assert_same_bits
 from jax import lax
 
 import lowbit
 from lowbit import FORMATS, QuantizationConfig, learned_scales, quantize_tree, straight_through, straight_through_tree
 
-LEARNED = [name for name, format in FORMATS.items() if format.top is not None]
+LEARNED = [name for name in SOME_FORMATS if FORMATS[name].top is not None]
 
 
 def normal(*shape: int) -> jax.Array:
@@ -60,9 +60,9 @@ def by_hand(name: str) -> dict[str, Any]:
     }
 
 
-CHOSEN: dict[str, Any] = {name: {"table": "int8", "*": name} for name in FORMATS}
+CHOSEN: dict[str, Any] = {name: {"table": "int8", "*": name} for name in SOME_FORMATS}
 BY_HAND: dict[str, Any] = {
-    **{f"{name} by hand": by_hand(name) for name in FORMATS},
+    **{f"{name} by hand": by_hand(name) for name in SOME_FORMATS},
     "options": {
         "table": QuantizationConfig("nf4", 16, double_quant=True),
         "out": None,
@@ -127,7 +127,7 @@ def test_tied_leaves_and_stacks_under_vmap() -> None:
     )
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", SOME_FORMATS)
 def test_the_gradient_goes_straight_through(format: str) -> None:
     params, frozen = lowbit.partition(model())
 
@@ -177,16 +177,18 @@ def test_clip_stops_the_gradient_beyond_the_largest_code(format: str) -> None:
     w = normal(64, 32)
     config = QuantizationConfig(format, axis=-2)
     top = config.format.top * lowbit.quantize(w, config).scale_values()
-    top = jnp.repeat(top, 64 // top.shape[0], axis=0)
+    top = jnp.repeat(jnp.abs(top), 64 // top.shape[0], axis=0)
     for clip in (0.5, 1.5):
         grad = jax.grad(lambda w, clip=clip: straight_through_tree({"kernel": w}, config, clip=clip)["kernel"].sum())(w)
         assert_equal(grad, (jnp.abs(w) <= clip * top).astype(w.dtype))
-        assert 0 < grad.mean() < 1 or (clip > 1 and bool((jnp.abs(w) <= top * 1.1).all()))
+        # The scales of mxfp4 are rounded down to powers of two, for weights up to 8 / 6 of the largest level.
+        assert 0 < grad.mean() < 1 or (clip > 1 and bool((jnp.abs(w) <= top * 1.34).all()))
     value = straight_through(w, config, clip=0.5)
     assert_equal(value, straight_through(w, config))
     # Scales that are made from the largest weight clip none.
     made_for = jax.grad(lambda w: straight_through(w, config, clip=1.0).sum())(w)
-    if bool((jnp.abs(w) <= top * 1.1).all()):
+    layout = config.format.layout
+    if bool((jnp.abs(w) <= top * 1.1).all()) and (layout is None or layout.scales is None):
         assert_equal(made_for, jnp.ones_like(w))
 
 
@@ -215,7 +217,10 @@ def test_learned_scales_are_trained_and_stored(format: str) -> None:
     scales = learned_scales(params, rules, **program)
     assert scales["bias"] is None
     first, _ = quantize_tree(params, rules, **program)
-    assert_equal(scales["kernel"], first["kernel"].scale_values())
+    layout = FORMATS[format].layout
+    # A scale that is stored in 8 bits is rounded: by half of the last of 3 or 4 bits, or down to a power of two.
+    rounded = 0 if layout is None or layout.scales is None else 0.5 if format == "mxfp4" else 1 / 15
+    np.testing.assert_allclose(scales["kernel"], first["kernel"].scale_values(), rtol=rounded)
 
     @jax.jit
     def trained(both: Any) -> tuple[Any, Any]:
@@ -233,7 +238,7 @@ def test_learned_scales_are_trained_and_stored(format: str) -> None:
     stored, _ = quantize_tree(params, rules, scales=after, **program)
     assert_equal(inside, lowbit.dequantize_tree(stored))
     for name in ("embed", "kernel"):
-        assert_equal(stored[name].scale_values(), after[name])
+        np.testing.assert_allclose(stored[name].scale_values(), after[name], rtol=rounded)
         assert bool(jnp.any(after[name] != scales[name]))
 
 
@@ -243,15 +248,17 @@ def test_the_gradient_of_a_learned_scale_is_that_of_a_step_size(format: str) -> 
     config = QuantizationConfig(format, 16, axis=-2)
     scale = 0.6 * lowbit.quantize(w, config).scale_values()  # some weights are beyond it
     wide = np.repeat(np.asarray(scale, np.float64), 32 // scale.shape[0], axis=0)
-    value = np.asarray(lowbit.quantize(w, config, scale=scale).materialize(), np.float64)
-    inside = np.abs(np.asarray(w)) <= config.format.top * wide
+    stored = lowbit.quantize(w, config, scale=scale)
+    value = np.asarray(stored.materialize(), np.float64)
+    inside = np.abs(np.asarray(w)) <= config.format.top * np.abs(wide)
     assert 0 < inside.mean() < 1
     of_w, of_scale = jax.grad(lambda w, s: (g * straight_through(w, config, scale=s)).sum(), argnums=(0, 1))(w, scale)
     assert_equal(of_w, jnp.where(inside, g, 0))
     want = np.asarray(g) * (value - inside * np.asarray(w)) / wide
     want = want.reshape(scale.shape[0], -1, 4).sum(axis=1)
     np.testing.assert_allclose(of_scale, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
-    # Rounding by given scales gives the nearest representable value.
+    # Rounding by given scales, as they are stored, gives the nearest representable value.
+    wide = np.repeat(np.asarray(stored.scale_values(), np.float64), 32 // scale.shape[0], axis=0)
     levels = np.unique(np.round(value / wide, 5))
     nearest = np.abs(np.asarray(w)[None] - levels[:, None, None] * wide).min(axis=0)
     np.testing.assert_allclose(np.abs(np.asarray(w) - value), nearest, atol=1e-5)

@@ -322,7 +322,7 @@ def _within_range(array: jax.Array, config: QuantizationConfig, clip: float | No
     wide = spread(scales, quantized.spans, array.shape)
     # A scale is rounded, so its largest level may be slightly below the weight it was computed from.
     limit = (1 if clip is None else clip) * config.format.top * (1 + 1e-6)
-    fits = jnp.abs(array) <= limit * wide
+    fits = jnp.abs(array) <= limit * jnp.abs(wide)
     through = ste(lambda _: value)(jnp.where(fits, array, lax.stop_gradient(array)))
     if scale is None:
         return through

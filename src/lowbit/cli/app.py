@@ -21,6 +21,7 @@ from lowbit.formats import FORMATS
 from lowbit.io import OptionNeeded
 from lowbit.models.patterns import Rule
 
+from . import formats as written
 from .progress import counted, shown
 
 app = typer.Typer(
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Example: lowbit quantize model.safetensors nf4.safetensors --format nf4",
+    epilog="Example: lowbit quantize model.safetensors q4.safetensors --format q4",
     help="Low-bit arrays for JAX: quantize models, convert and inspect files, run a language model.",
 )
 
@@ -76,6 +77,7 @@ Dequantize = Annotated[
         "--dequantize", help="Dequantize tensors whose format DST cannot hold. Their quantization error remains."
     ),
 ]
+Formats = Annotated[str, typer.Option(metavar="FORMAT,...", help="Formats to time, separated by commas.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with null for NaN and infinity.")]
 
 
@@ -122,19 +124,20 @@ def _text(error: BaseException) -> str:
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
-@app.command(epilog="Example: lowbit quantize model.safetensors model-nf4.safetensors --rule '*embed*=int8'")
+@app.command(epilog="Example: lowbit quantize in.safetensors out.safetensors --rule '*embed*=int8'")
 def quantize(
     source: Source,
     target: Target,
     format: Annotated[
-        str, typer.Option(metavar="FORMAT", help=f"Format of all weights: {', '.join(FORMATS)}.")
-    ] = "nf4",
+        str | None,
+        typer.Option(metavar="FORMAT", help=f"Format of all weights: {', '.join(FORMATS)}. Default: q4."),
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(metavar="N", help="Weights that share a scale.")] = None,
+    axis: Annotated[str | None, typer.Option(metavar="N,...", help="Axes along which they do.")] = None,
+    double_quant: Annotated[bool, typer.Option("--double-quant", help="8-bit scales for nf4.")] = False,
     rule: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATTERN=FORMAT",
-            help="Format of the tensors that match, or keep; the first match decides, before --format.",
-        ),
+        typer.Option(metavar="PATTERN=FORMAT", help="Formats of tensors by name; the first match decides."),
     ] = None,
     to: To = None,
     type: Type = "Q8_0",
@@ -150,7 +153,10 @@ def quantize(
     repeated. Tensors that must be loaded whole are listed before the run. Other kinds of files are built in memory.
     """
     with plain_errors():
-        rules = [*map(_rule, rule or ()), Rule("*", _known(format))]
+        axes = None if axis is None else written.option("axis", axis)
+        format = format or ("nf4" if to == "bitsandbytes" else "q4")  # what the target holds
+        every = written.config(format, block_size=block_size, axis=axes, double_quant=double_quant or None)
+        rules = [*map(written.rule, rule or ()), Rule("*", every)]
         options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
         _convert(source, target, rules, to, type, force, as_json, options)
 
@@ -195,7 +201,7 @@ def inspect(source: Source, as_json: Json = False) -> None:
         _print_table(("name", "shape", "type", "bytes", "bits"), cells)
 
 
-@app.command(epilog="Example: lowbit compare model.safetensors model-nf4.safetensors --tolerance 0.1")
+@app.command(epilog="Example: lowbit compare model.safetensors model-q4.safetensors --tolerance 0.1")
 def compare(
     a: First,
     b: Annotated[Path, typer.Argument(metavar="B", help="The file or directory to compare with A.")],
@@ -239,7 +245,7 @@ def compare(
             raise typer.Exit(3)
 
 
-@app.command(epilog="Example: lowbit report model.safetensors model-nf4.safetensors -o report.html")
+@app.command(epilog="Example: lowbit report model.safetensors model-q4.safetensors -o report.html")
 def report(
     a: First,
     b: Annotated[Path, typer.Argument(metavar="B", help="The same model, quantized.")],
@@ -273,33 +279,38 @@ def bench(
     size: Annotated[int, typer.Option(min=64, metavar="N", help="Rows and columns of the weights.")] = 4096,
     rows: Annotated[str, typer.Option(metavar="N,...", help="Rows of x, separated by commas.")] = "1,16,256",
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Repeats; the minimum is reported.")] = 10,
+    formats: Formats = "q4,nf4,int8,ternary,binary",
     as_json: Json = False,
 ) -> None:
-    """Time matrix products in each format.
+    """Time matrix products in several formats.
 
     Measured on this machine, relative to float32.
     """
     with plain_errors():
         from .bench import products
 
+        names = [written.known(name) for name in formats.split(",") if name]
         counts = [int(m) for m in rows.split(",") if m]
-        timings = list(products(size, counts, repeat))
+        timings = list(products(size, counts, repeat, names))
         if as_json:
             return _print_json([t._asdict() for t in timings])
         cells = [(str(t.rows), t.product, f"{t.microseconds:.0f}", f"{t.speedup:.2f}") for t in timings]
         _print_table(("rows", "product", "us", "x float32"), cells)
 
 
-@app.command(epilog="Example: lowbit demo --formats nf4,int8")
+@app.command(epilog="Example: lowbit demo --formats q4,int8")
 def demo(
     model: Model = None,
     text: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Text to evaluate on. Default: 20 kB of prose in the package."),
     ] = None,
-    formats: Annotated[str, typer.Option(metavar="FORMAT,...", help="Formats to run, separated by commas.")] = ",".join(
-        FORMATS
-    ),
+    formats: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT,...", help="Formats to run, separated by commas; mix is q4 with an int8 embedding."
+        ),
+    ] = "q4,q3,mix,nf4,int8,ternary,binary",
     kv: KV = None,
     kv_k: KVK = None,
     kv_v: KVV = None,
@@ -312,22 +323,20 @@ def demo(
     with plain_errors():
         from lowbit.demo import evaluation, show
 
-        names = [name for name in formats.split(",") if name]
-        for name in names:
-            _known(name)
-        cache = _cache_formats(kv, kv_k, kv_v)
+        names = [name if name == show.MIX else written.known(name) for name in formats.split(",") if name]
+        cache = written.cache_formats(kv, kv_k, kv_v)
         prose = evaluation.demo_text() if text is None else text.read_text("utf-8")
         show.run(_model_path(model), prose, formats=names, cache=cache, tokens=tokens)
 
 
-@app.command(epilog="Example: lowbit generate 'What is gravity?' --format nf4 --kv int8")
+@app.command(epilog="Example: lowbit generate 'What is gravity?' --format q4 --kv int8")
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The message to the model.")],
     format: Annotated[
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help=f"{', '.join(FORMATS)}, or float32. Default: as stored; nf4 for a dense file.",
+            help=f"{', '.join(FORMATS)}, or float32. Default: as stored; q4 for a dense file.",
         ),
     ] = None,
     model: Model = None,
@@ -341,11 +350,10 @@ def generate(
     with plain_errors():
         from lowbit.demo.language_model import LanguageModel
 
-        if format not in (None, "float32"):
-            _known(format)
+        config = format if format in (None, "float32") else written.config(format)
         with counted("quantizing") as (progress, _):
-            loaded = LanguageModel.from_file(_model_path(model), format, progress=progress)
-        loaded = dataclasses.replace(loaded, formats=_cache_formats(kv, kv_k, kv_v) or (None, None))
+            loaded = LanguageModel.from_file(_model_path(model), config, progress=progress)
+        loaded = dataclasses.replace(loaded, formats=written.cache_formats(kv, kv_k, kv_v) or (None, None))
         ids = loaded.tokenizer.encode(prompt) if raw else loaded.tokenizer.chat(prompt)
         for text in loaded.tokenizer.stream(loaded.generate(ids, tokens)):
             sys.stdout.write(text)
@@ -401,33 +409,12 @@ def _check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
         raise ValueError(f"{output} exists. --force replaces it.")
 
 
-def _rule(text: str) -> Rule:
-    pattern, found, format = text.rpartition("=")
-    if not found or not pattern:
-        raise ValueError(f"--rule {text!r}: write PATTERN=FORMAT, for instance '*embed*=int8'.")
-    return Rule(pattern, None if format == "keep" else _known(format))
-
-
 def _model_path(given: Path | None) -> Path:
     if given is not None:
         return given
     from lowbit.demo.model_file import demo_model_path
 
     return demo_model_path()
-
-
-def _known(format: str) -> str:
-    if format not in FORMATS:
-        raise ValueError(f"Unknown format {format!r}: it must be one of {', '.join(FORMATS)}.")
-    return format
-
-
-def _cache_formats(both: str | None, k: str | None, v: str | None) -> tuple[str | None, str | None] | None:
-    keys, values = k or both, v or both
-    for format in (keys, values):
-        if format is not None:
-            _known(format)
-    return (keys, values) if keys or values else None
 
 
 def _print_json(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Timing matrix products in each format."""
+"""Timing matrix products in several formats."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lowbit import FORMATS, QuantizationConfig, quantize
+from lowbit import QuantizationConfig, quantize
 
 # Total size of the copies of a weight, which are used in rotation: more than a cache holds.
 ROTATED = 128 << 20
@@ -21,12 +21,12 @@ class Timing(NamedTuple):
     speedup: float
 
 
-def products(size: int, rows: Sequence[int], repeat: int) -> Iterator[Timing]:
+def products(size: int, rows: Sequence[int], repeat: int, formats: Sequence[str]) -> Iterator[Timing]:
     """The minimum times of `x @ w` with square weights, over interleaved repeats."""
     key = jax.random.key(0)
     w = jax.random.normal(key, (size, size)) / size**0.5
     weights: dict[str, Any] = {"float32": w}
-    for name in FORMATS:
+    for name in formats:
         for arithmetic in ("exact", "fast"):
             weights[f"{name} {arithmetic}"] = quantize(w, QuantizationConfig(name, axis=-2, compute=arithmetic))
     copies = {name: [jax.tree.map(lambda x: x + 0, w) for _ in range(_copies(w))] for name, w in weights.items()}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from lowbit import Report, quantize_tree, shardings
+from lowbit import QuantizationConfig, Report, quantize_tree, shardings
 from lowbit.io import GGUFFile, Reader, open_tensors
 from lowbit.io._convert import plain_fields
 from lowbit.io.readers import is_stored
@@ -81,11 +81,13 @@ class LanguageModel:
         return cls.from_file(path, "float32")
 
     @classmethod
-    def from_file(cls, path: str | Path, format: str | None = None, *, progress: Progress | None = None) -> Self:
+    def from_file(
+        cls, path: str | Path, format: str | QuantizationConfig | None = None, *, progress: Progress | None = None
+    ) -> Self:
         """The model in a GGUF file, a lowbit file that was made from one, or a Hugging Face directory.
 
         `format` is that of the weights, or `"float32"`. None keeps the stored bits of a lowbit file or a directory with
-        quantized weights, and is NF4 otherwise.
+        quantized weights, and is q4 otherwise.
         """
         file = open_tensors(path)
         fields = model_fields(file)
@@ -95,7 +97,7 @@ class LanguageModel:
         model = cls(config, tokenizer, params)
         if format == "float32" or (format is None and stored):
             return model
-        return model.quantized(format or "nf4", strict=True, progress=progress)[0]
+        return model.quantized(format or "q4", strict=True, progress=progress)[0]
 
     def quantized(self, rules: Rules, *, strict: bool = False, progress: Progress | None = None) -> tuple[Self, Report]:
         """The same model with its weights quantized; the arguments are those of `quantize_tree`."""

@@ -9,12 +9,17 @@ import jax
 
 from lowbit import FORMATS, QuantizationConfig
 from lowbit.cli.progress import counted
+from lowbit.models.patterns import Rules
 
 from . import evaluation
 from .evaluation import Quality, Reference, Speed, live_bytes
 from .language_model import LanguageModel
 from .llama import DENSE, Formats
 
+# The formats that are shown by default; "mix" is q4 with the embedding, which is also the output layer, in int8.
+MIX = "mix"
+SHOWN = ("q4", "q3", MIX, "nf4", "int8", "ternary", "binary")
+MIXED = {"*embed*": "int8", "*": "q4"}
 CONTINUED = "The capital of France is"
 ASKED = "What is gravity? Answer in one sentence."
 
@@ -33,11 +38,11 @@ class Result:
 
 
 def run(
-    path: Path, text: str, *, formats: Sequence[str] = tuple(FORMATS), cache: Formats | None = None, tokens: int = 40
+    path: Path, text: str, *, formats: Sequence[str] = SHOWN, cache: Formats | None = None, tokens: int = 40
 ) -> list[Result]:
     """Print the answers of the model in float32 and in each format, and the table; returns its rows.
 
-    `cache` is the format of keys and values for all runs but float32. By default they are dense, and NF4 has a second
+    `cache` is the format of keys and values for all runs but float32. By default they are dense, and q4 has a second
     run with both in int8. int8 has a second run with blocks of 32.
     """
     start = time.monotonic()
@@ -65,13 +70,16 @@ def run(
     return results
 
 
-def _runs(formats: Sequence[str], cache: Formats | None) -> Iterator[tuple[str, QuantizationConfig, Formats]]:
+def _runs(formats: Sequence[str], cache: Formats | None) -> Iterator[tuple[str, Rules, Formats]]:
     for name in formats:
+        if name == MIX:
+            yield "q4, embedding int8", MIXED, cache or DENSE
+            continue
         yield name, QuantizationConfig(name), cache or DENSE
         if name == "int8":
             yield "int8, blocks of 32", QuantizationConfig("int8", block_size=32), cache or DENSE
-        if name == "nf4" and cache is None:
-            yield "nf4, cache int8", QuantizationConfig("nf4"), ("int8", "int8")
+        if name == "q4" and cache is None:
+            yield "q4, cache int8", QuantizationConfig("q4"), ("int8", "int8")
 
 
 def table(results: Sequence[Result]) -> str:

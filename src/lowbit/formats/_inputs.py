@@ -16,8 +16,9 @@ from .blocks import WHOLE, stored_length
 
 
 def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:
-    """Spans for one scale along `axis` (an int or several), or for each block of a single axis.
+    """Spans for one scale along `axis` (an int or several), or for each block.
 
+    With several axes, each has blocks of `block_size`: `axis=(-2, -1), block_size=128` gives blocks of 128 x 128.
     None is the axis that `x @ w` contracts: -2, or -1 for an array with one axis.
     """
     ndim = len(shape)
@@ -26,8 +27,6 @@ def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple
     for a in axes:
         if not -ndim <= a < ndim:
             raise ValueError(f"axis {a} is out of range for an array of shape {tuple(shape)}.")
-    if block_size is not None and len(axes) != 1:
-        raise ValueError(f"block_size={block_size} needs a single axis, not {axes}.")
     spans = [1] * ndim
     for a in axes:
         spans[a] = WHOLE if block_size is None else block_size
@@ -68,19 +67,25 @@ def checked_input(array: Any, format: str, *, integers: bool = False) -> jax.Arr
     return array
 
 
-def checked_scale(scale: Any, shape: Sequence[int], spans: Sequence[int], format: str) -> jax.Array | None:
-    """Check scales given by the user against the shape that the format stores. Unusable ones become NaN under jit."""
+def checked_scale(
+    scale: Any, shape: Sequence[int], spans: Sequence[int], format: str, *, signed: bool = False
+) -> jax.Array | None:
+    """Check scales given by the user against the shape that the format stores. Unusable ones become NaN under jit.
+
+    `signed`: whether scales may be negative.
+    """
     if scale is None:
         return None
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
     want = tuple(stored_length(length, span) for length, span in zip(shape, spans, strict=True))
     if scale.shape != want:
         raise ValueError(f"scale= for {format!r} has the shape {scale.shape}, and the array needs scales of {want}.")
-    usable = (scale > 0) & jnp.isfinite(scale)
+    usable = ((scale != 0) if signed else (scale > 0)) & jnp.isfinite(scale)
     if not isinstance(scale, Tracer) and not bool(usable.all()):
         first = tuple(int(i) for i in np.argwhere(~np.asarray(usable))[0])
+        wanted = "finite and other than 0" if signed else "positive"
         raise ValueError(
-            f"scale= for {format!r} must be positive: {int((~usable).sum())} of {scale.size} are not, "
+            f"scale= for {format!r} must be {wanted}: {int((~usable).sum())} of {scale.size} are not, "
             f"the first is {scale[first]} at {first}."
         )
     return jnp.where(usable, scale, jnp.nan)

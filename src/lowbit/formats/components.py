@@ -22,7 +22,7 @@ def checked_scale_dtype(dtype: Any, format: str) -> np.dtype:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found not in SCALE_DTYPES:
+    if found is None or found not in SCALE_DTYPES:
         allowed = ", ".join(dtype.name for dtype in SCALE_DTYPES)
         raise ValueError(f"scale_dtype={found or repr(dtype)} for {format!r} must be one of {allowed}.")
     return found

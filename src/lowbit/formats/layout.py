@@ -81,9 +81,9 @@ class Layout:
 
     def group_spans(self, spans: Sequence[int], ndim: int) -> tuple[int, ...]:
         """The spans of group scales, for scales with these spans."""
-        last = range(-min(ndim, 2), 0)
-        if self.group == "matrix":
-            return tuple(WHOLE for _ in last)
+        if self.group == "matrix":  # and all blocks along the axes of the scales, if these are others
+            axes = range(-max(min(ndim, 2), len(spans)), 0)
+            return tuple(WHOLE if axis >= -2 or span_of(spans, axis) != 1 else 1 for axis in axes)
         return tuple(span if span == 1 else WHOLE for span in spans)
 
 

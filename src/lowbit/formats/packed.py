@@ -61,7 +61,8 @@ class PackedArray(QuantizedArray):
         """Quantize a dense array.
 
         - `block_size`: how many elements along `axis` share a scale; -1 for all. Default that of the format.
-        - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis.
+        - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis. With several, blocks
+          have `block_size` elements along each: 128 x 128 for `axis=(-2, -1), block_size=128`.
         - `offset`: store the smallest value of each block too, for integers from 0.
         - `search`: search for the scale with the least error; False takes the largest magnitude. Default what the
           format declares, along a single axis.
@@ -73,7 +74,7 @@ class PackedArray(QuantizedArray):
         dtype = checked_dtype(dtype, array, format_name)
         block_size = layout.block_size if block_size is None else block_size
         spans = axis_spans(array.shape, axis, None if block_size == -1 else checked_block_size(block_size))
-        given = checked_scale(scale, array.shape, spans, format_name)
+        given = checked_scale(scale, array.shape, spans, format_name, signed=layout.is_signed)
         single = sum(span != 1 for span in spans) == 1
         searches = layout.weighting is not None and single and scale is None
         if search and not searches:

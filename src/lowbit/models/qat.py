@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def straight_through_tree(
     params: T,
-    rules: Rules = "nf4",
+    rules: Rules = "q4",
     *,
     fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
@@ -70,7 +70,7 @@ def straight_through_tree(
 
 def learned_scales(
     params: Any,
-    rules: Rules = "nf4",
+    rules: Rules = "q4",
     *,
     fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
@@ -80,7 +80,8 @@ def learned_scales(
 
     They start as those that `quantize_tree` would store. Pass them to `straight_through_tree(..., scales=scales)` while
     training and to `quantize_tree(..., scales=scales)` afterwards. A scale must stay positive: the weights of a
-    negative one become NaN. The other arguments are those of `quantize_tree`.
+    negative one become NaN. Those of q2 to q4 and int2 to int6 may be negative, and must not become 0. The other
+    arguments are those of `quantize_tree`.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"kernel": jnp.linspace(-1, 1, 64 * 32).reshape(64, 32), "bias": jnp.zeros(32)}

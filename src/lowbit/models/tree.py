@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def quantize_tree(
     params: T,
-    rules: Rules = "nf4",
+    rules: Rules = "q4",
     *,
     fn: Callable[..., Any] | None = None,
     args: Sequence[Any] = (),
@@ -57,9 +57,9 @@ def quantize_tree(
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"embed": jnp.ones((512, 64)), "up": {"kernel": jnp.ones((64, 256)), "bias": jnp.ones(256)}}
-    >>> params, report = lowbit.quantize_tree(params, {"*embed*": "int8", "*": "nf4"})
+    >>> params, report = lowbit.quantize_tree(params, {"*embed*": "int8", "*": "q4"})
     >>> [(row.path, row.format, row.axis) for row in report]
-    [('embed', 'int8', -1), ('up/bias', None, None), ('up/kernel', 'nf4', -2)]
+    [('embed', 'int8', -1), ('up/bias', None, None), ('up/kernel', 'q4', -2)]
     """
     rules = ordered_rules(rules)
     structure, leaves, planned, unmatched = plan_tree(params, rules, fn, args, strict=strict, scales=scales)

@@ -1,0 +1,91 @@
+"""Formats, their options and rules as they are written on the command line."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lowbit import QuantizationConfig
+from lowbit.formats import FORMATS
+from lowbit.models.patterns import Rule
+
+FORMAT = "FORMAT[:OPTION=VALUE,...]"
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def _axes(text: str) -> int | tuple[int, ...]:
+    axes = tuple(int(axis) for axis in text.split(","))
+    return axes[0] if len(axes) == 1 else axes
+
+
+# How the value of each option is read, and what to write.
+_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "block_size": (int, "a number"),
+    "axis": (_axes, "a number, or several separated by commas"),
+    "double_quant": (_boolean, "true or false"),
+    "absmean": (_boolean, "true or false"),
+    "offset": (_boolean, "true or false"),
+    "search": (_boolean, "true or false"),
+    "scale_dtype": (str, "float32, bfloat16 or float16"),
+}
+
+
+def known(format: str) -> str:
+    """The name of a format, or an error that lists the names."""
+    if format not in FORMATS:
+        raise ValueError(f"Unknown format {format!r}: it must be one of {', '.join(FORMATS)}.")
+    return format
+
+
+def option(name: str, text: str) -> Any:
+    """The value of an option of a format."""
+    if name not in _OPTIONS:
+        raise ValueError(f"Unknown option {name!r} of a format: it must be one of {', '.join(_OPTIONS)}.")
+    read, wanted = _OPTIONS[name]
+    try:
+        return read(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be {wanted}.") from None
+
+
+def config(text: str, **given: Any) -> QuantizationConfig:
+    """The config of a format with options, `int4:offset=true,block_size=64`, and of options that are not None."""
+    name, _, rest = text.partition(":")
+    found: list[str] = []
+    for item in rest.split(",") if rest else ():
+        if "=" in item or not found:
+            found.append(item)
+        else:
+            found[-1] += f",{item}"  # a further axis
+    options: dict[str, Any] = {}
+    known(name)
+    for item in found:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r}: write {FORMAT}, for instance int8:block_size=32.")
+        options[key] = option(key, value)
+    return QuantizationConfig(name, **options | {key: value for key, value in given.items() if value is not None})
+
+
+def rule(text: str) -> Rule:
+    """A rule of `PATTERN=FORMAT[:OPTION=VALUE,...]` or `PATTERN=keep`."""
+    # A pattern may contain = and : itself, so the options are found by the name of the format before them.
+    names = "|".join(sorted(map(re.escape, FORMATS), key=len, reverse=True))
+    with_options = re.fullmatch(rf"(.+)=((?:{names}):.*)", text)
+    pattern, found, format = (with_options[1], "=", with_options[2]) if with_options else text.rpartition("=")
+    if not found or not pattern:
+        raise ValueError(f"--rule {text!r}: write PATTERN={FORMAT}, for instance '*embed*=int8'.")
+    return Rule(pattern, None if format == "keep" else config(format))
+
+
+def cache_formats(both: str | None, k: str | None, v: str | None) -> tuple[str | None, str | None] | None:
+    """The formats of cached keys and values."""
+    keys, values = k or both, v or both
+    for format in (keys, values):
+        if format is not None:
+            known(format)
+    return (keys, values) if keys or values else None
