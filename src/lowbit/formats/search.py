@@ -25,12 +25,14 @@ def weights_of(blocks: jax.Array, mask: jax.Array | None, count: jax.Array, weig
 
     - "plain": 1.
     - "root": sqrt(mean(w^2) + w^2), which favours large weights.
+    - "square": mean(w^2) + w^2, which favours them more.
     """
     if weighting == "plain":
         weights = jnp.ones_like(blocks)
     else:
         squares = unfused(blocks * blocks)
-        weights = jnp.sqrt(ordered_sum(squares, -2, keepdims=True) / count + squares)
+        weights = ordered_sum(squares, -2, keepdims=True) / count + squares
+        weights = weights if weighting == "square" else jnp.sqrt(weights)
     return weights if mask is None else weights * mask
 
 
