@@ -13,33 +13,49 @@ import numpy as np
 
 import lowbit
 from lowbit import FORMATS, QuantizedArray
+from lowbit.config import default_block_size
 
 K, N, ROWS, LAYERS = 64, 96, 8, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A format with its scales along one of the axes."""
+    """A format with its scales along one of the axes, and its options."""
 
     format: str
     axis: int
     block_size: int | None
+    options: tuple[tuple[str, Any], ...] = ()
 
     def quantize(self, array: Any, **options: Any) -> QuantizedArray:
         block = {} if self.block_size is None else {"block_size": self.block_size}
-        return FORMATS[self.format].quantize(array, axis=self.axis, **block, **options)
+        return FORMATS[self.format].quantize(array, axis=self.axis, **block, **dict(self.options), **options)
+
+    @property
+    def spans(self) -> int | None:
+        """How many elements along the axis share a scale; None for all."""
+        return self.block_size or default_block_size(FORMATS[self.format])
 
     def __str__(self) -> str:
-        return f"{self.format}-axis{self.axis}" + (f"-block{self.block_size}" if self.block_size else "")
+        block = f"-block{self.block_size}" if self.block_size else ""
+        return f"{self.format}-axis{self.axis}{block}" + "".join(f"-{name}={value}" for name, value in self.options)
 
 
 # By default each format is tested in one half of the layouts on the newest JAX, and in the other half on the oldest.
 # `make test-all` runs all layouts.
 HALF = {"one": 1, "other": 0}.get(os.environ.get("LOWBIT_TEST_LAYOUTS", "all"))
 
+# One format for each mechanism: codes of 8, 4, 2 and 1 bits, tables, scale codes with group scales along an axis (q4)
+# or over a matrix (nvfp4), codes in two components (q3), small floats (fp8), offsets and float16 scales (int4). The
+# other rows of the table differ from these in numbers alone: tests over layouts run them in `make test-all`, and every
+# run has the tests over all of FORMATS, which are cheap.
+MECHANISMS = ("int8", "nf4", "ternary", "binary", "q4", "q3", "fp8", "nvfp4")
+AFFINE = (("offset", True), ("scale_dtype", "float16"))
+SOME_FORMATS = tuple(FORMATS) if HALF is None else MECHANISMS
+
 
 def layouts() -> list[Layout]:
-    """Two layouts of every registered format."""
+    """Two layouts of every format."""
     return _every_format((-2, None), (-1, 16))
 
 
@@ -49,9 +65,10 @@ def more_layouts() -> list[Layout]:
 
 
 def _every_format(*ways: tuple[int, int | None]) -> list[Layout]:
+    rows = [*((name, ()) for name in SOME_FORMATS), ("int4", AFFINE)]
     return [
-        Layout(name, axis, block)
-        for i, name in enumerate(FORMATS)
+        Layout(name, axis, block, options)
+        for i, (name, options) in enumerate(rows)
         for axis, block in (ways if HALF is None else [ways[(i + HALF) % 2]])
     ]
 

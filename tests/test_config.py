@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_same_bits
+from helpers import SOME_FORMATS, assert_close, assert_same_bits
 
 import lowbit
 from lowbit import QuantizationConfig, QuantizationType, dispatch, quantize, straight_through
 from lowbit.kernels import reference
 from lowbit.testing import equations
 
-TYPES = list(QuantizationType)
+TYPES = [QuantizationType(name) for name in SOME_FORMATS]
+BLOCKS = {"nf4": 64, "nvfp4": 16, **dict.fromkeys(("int8", "ternary", "binary", "fp8", "fp8_e5m2"))}
 W = jax.random.normal(jax.random.key(0), (48, 80)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 48))
 
@@ -31,6 +32,47 @@ def test_every_type_by_name_by_config_and_by_class(dtype: QuantizationType) -> N
     assert_same_bits(quantize(W, dtype.value), want)
     assert_same_bits(quantize(W, QuantizationConfig(dtype.value)), want)
     assert_same_bits(jax.jit(lambda w: quantize(w, dtype=dtype))(W), want)
+
+
+def test_the_names_are_those_of_the_table() -> None:
+    assert {*QuantizationType} == {*lowbit.FORMATS}
+
+
+def test_options_reach_the_format_and_are_refused_where_it_has_no_use_for_them() -> None:
+    want = lowbit.FORMATS["int4"].quantize(W, offset=True, scale_dtype=jnp.float16, search=False)
+    given = {"offset": True, "scale_dtype": "float16", "search": False}
+    assert_same_bits(quantize(W, "int4", **given), want)
+    assert_same_bits(quantize(W, QuantizationConfig("int4", **given), scale_dtype=jnp.float16), want)
+    np.testing.assert_array_equal(np.asarray(straight_through(W, "int4", **given)), np.asarray(want.materialize()))
+    assert QuantizationConfig("int4", scale_dtype=jnp.bfloat16) == QuantizationConfig("int4", scale_dtype="bfloat16")
+    for format, options, message in [
+        ("q4", {"double_quant": True}, "double_quant=True is for nf4, not for 'q4'; its scales are in 8 bits already."),
+        ("int4", {"double_quant": True}, "double_quant=True is for nf4, not for 'int4'."),
+        ("q4", {"offset": True}, "offset=True is for int2, int3, int4, int5, int6, not for 'q4'."),
+        ("int8", {"offset": True}, "offset=True is for int2, int3, int4, int5, int6, not for 'int8'."),
+        (
+            "mxfp4",
+            {"search": False},
+            "search=False is for q4, q3, q2, int2, int3, int4, int5, int6, not for 'mxfp4'.",
+        ),
+        (
+            "nvfp4",
+            {"scale_dtype": "float16"},
+            "scale_dtype='float16' is for int2, int3, int4, int5, int6, fp8, fp8_e5m2, not for 'nvfp4'; its scales are "
+            "stored as 8-bit codes.",
+        ),
+        (
+            "int4",
+            {"scale_dtype": "float8"},
+            "scale_dtype='float8' for 'int4' must be one of float32, bfloat16, float16.",
+        ),
+        ("int4", {"scale_dtype": "int8"}, "scale_dtype=int8 for 'int4' must be one of float32, bfloat16, float16."),
+    ]:
+        with pytest.raises(ValueError) as error:
+            QuantizationConfig(format, **options)
+        assert str(error.value) == message
+    with pytest.raises(ValueError, match=r"offset=True contradicts the config, which has offset=False"):
+        quantize(W, QuantizationConfig("int4"), offset=True)
 
 
 def test_the_default_is_nf4_in_blocks_of_64() -> None:
@@ -72,7 +114,7 @@ def test_a_block_size_holds_for_every_format(dtype: QuantizationType) -> None:
     want = np.asarray(lowbit.FORMATS[dtype.value].quantize(W, block_size=16).materialize())
     np.testing.assert_array_equal(np.asarray(straight_through(W, dtype, block_size=16)), want)
     np.testing.assert_array_equal(np.asarray(quantize(W, dtype, block_size=16, simulate=True)), want)
-    assert quantize(W, dtype).block_size == (64 if dtype == "nf4" else None)
+    assert quantize(W, dtype).block_size == BLOCKS.get(dtype, 32)
 
 
 def test_fields_of_a_config_may_be_given_by_keyword() -> None:

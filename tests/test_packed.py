@@ -1,6 +1,5 @@
 """Declared formats: what codes mean, how scales are found, and every operation on codes, scale codes and offsets."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import HALF, SOME_FORMATS, assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,16 +16,8 @@ from lowbit import FORMATS, implicit
 from lowbit.formats import Layout, declare, levels, packed
 
 AFFINE = ("int4", {"offset": True})
-WAYS = [*((name, {}) for name in packed.LAYOUTS), AFFINE, ("int3", {"offset": True, "scale_dtype": jnp.bfloat16})]
-
-
-@pytest.fixture(autouse=True)
-def declared() -> Iterator[None]:
-    for name, layout in packed.LAYOUTS.items():
-        declare(name, layout, error=1.0)
-    yield
-    for name in packed.LAYOUTS:
-        del FORMATS[name]
+EVERY = [*((name, {}) for name in packed.LAYOUTS), AFFINE, ("int3", {"offset": True, "scale_dtype": jnp.bfloat16})]
+WAYS = [way for way in EVERY if way[0] in SOME_FORMATS or way[1]]
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -95,6 +86,15 @@ def test_the_search_is_better_than_the_largest_magnitude() -> None:
     w = normal(512, 16)
     for name, options in (("q4", {}), ("q2", {}), ("int3", {}), AFFINE):
         assert relative_mse(name, w, **options) < 0.9 * relative_mse(name, w, search=False, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), EVERY, ids=str)
+def test_products_and_rows_agree_with_the_dense_array(name: str, options: Any) -> None:
+    q, x, ids = FORMATS[name].quantize(normal(64, 48), **options), normal(4, 64, seed=1), jnp.array([3, 60, 3])
+    w = q.materialize()
+    with lowbit.materialization("error"):
+        assert_close(x @ q, x @ w)
+        np.testing.assert_array_equal(q[ids], w[ids])
 
 
 @pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
@@ -185,6 +185,86 @@ def test_sharded_products(name: str, options: Any, spec: P, kind: AxisType) -> N
     assert_close(np.asarray(y), np.asarray(x @ q))
 
 
+@pytest.mark.parametrize("out", [P(), P(None, "x")], ids=str)
+@pytest.mark.parametrize("spec", [P("x", None), P(None, "x"), P()], ids=str)
+@pytest.mark.parametrize("k", [256, 80])
+def test_offsets_where_activations_are_sharded_along_the_blocks(k: int, spec: P, out: P) -> None:
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    auto = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    q, x = FORMATS["int4"].quantize(normal(k, 64), offset=True), normal(8, k, seed=1)
+    want = np.asarray(x) @ np.asarray(q.materialize())
+    if spec == P("x", None) and k % (8 * 32):
+        with pytest.raises(ValueError, match="each shard must hold whole blocks of 32 elements"):
+            q.with_sharding(NamedSharding(auto, spec))
+        return
+    for mesh in (explicit, auto):
+
+        def product(x: Any, q: Any, mesh: Any = mesh) -> Any:
+            return jnp.dot(x, q, out_sharding=out) if mesh is explicit else x @ q
+
+        with jax.set_mesh(mesh), lowbit.materialization("error"):
+            placed = q.with_sharding(NamedSharding(mesh, spec))
+            y, back = jax.jit(
+                implicit(
+                    lambda x, q, product=product: (product(x, q), jax.grad(lambda x: jnp.sum(product(x, q) ** 2))(x))
+                )
+            )(jax.device_put(x, NamedSharding(mesh, P(None, "x"))), placed)
+        assert mesh is auto or y.sharding.is_equivalent_to(NamedSharding(mesh, out), 2)
+        assert_close(np.asarray(y), want)
+        assert_close(np.asarray(back), 2 * want @ np.asarray(q.materialize()).T)
+
+
+SQUARES = [("int8", 128), ("fp8", 128), ("q4", 32), ("nvfp4", 16)]
+
+
+@pytest.mark.parametrize(("name", "size"), SQUARES if HALF is None else SQUARES[HALF::2])
+def test_blocks_in_two_dimensions(name: str, size: int, tmp_path: Any) -> None:
+    w, x = normal(200, 3 * size), normal(4, 200, seed=1)
+    q = lowbit.quantize(w, name, axis=(-2, -1), block_size=size)
+    dense = np.asarray(q.materialize())
+    assert q.spans == (size, size) and q.block_size == size and q.axis == (-2, -1)
+    assert q.scales.shape == (-(-200 // size), 3) and f"axis=(-2, -1), block_size={size}, " in repr(q)
+    # One scale for all of a square.
+    np.testing.assert_array_equal(lowbit.quantize(w[:size, :size], name, axis=(-2, -1)).shape, (size, size))
+    assert relative_mse(name, w, axis=(-2, -1), block_size=size) < 2 * FORMATS[name].error ** 2
+    with lowbit.materialization("error"):
+        assert_close(x @ q, x @ dense)
+        assert_close(normal(2, 3 * size) @ q.T, np.asarray(normal(2, 3 * size)) @ dense.T)
+        for fn in (
+            lambda w: w[jnp.array([3, 130])],
+            lambda w: w[size:, :size],
+            lambda w: jnp.concatenate([w, w], 1),
+            lambda w: w[None],
+        ):
+            np.testing.assert_array_equal(lowbit.materialize(implicit(fn)(q)), fn(dense))
+    lowbit.save(tmp_path / "a.safetensors", {"w": q})
+    assert_same_bits(lowbit.load(tmp_path / "a.safetensors")["w"], q)
+    simulated = lowbit.straight_through(w, name, axis=(-2, -1), block_size=size)
+    np.testing.assert_array_equal(np.asarray(simulated), dense)
+    with pytest.raises(ValueError, match="needs a single axis|search=True for"):
+        FORMATS["int4"].quantize(w, axis=(-2, -1), offset=True)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_blocks_in_two_dimensions_over_devices(name: str, kind: AxisType) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+    q, x = lowbit.quantize(normal(128, 256), name, axis=(-2, -1), block_size=32), normal(8, 128, seed=1)
+    with jax.set_mesh(mesh):
+        for spec in (P("x", None), P(None, "x")):
+            placed = q.with_sharding(NamedSharding(mesh, spec))
+            assert placed.scales.sharding.spec == spec
+            with lowbit.materialization("error"):
+                y = jax.jit(lambda x, q: x @ q)(jax.device_put(x, NamedSharding(mesh, P())), placed)
+            assert_close(np.asarray(y), np.asarray(x @ q))
+        with pytest.raises(
+            ValueError, match=r"Axis -2 of length 96 cannot be sharded over the 4 devices.* blocks of 32"
+        ):
+            lowbit.quantize(normal(96, 64), name, axis=(-2, -1), block_size=32).with_sharding(
+                NamedSharding(mesh, P("x", None))
+            )
+
+
 def test_given_scales_are_the_ones_that_are_stored() -> None:
     w = normal(64, 8)
     scale = jnp.abs(FORMATS["int4"].quantize(w).scales)
@@ -194,7 +274,7 @@ def test_given_scales_are_the_ones_that_are_stored() -> None:
 
 
 def test_a_file_keeps_every_component(tmp_path: Any) -> None:
-    tree = {name: FORMATS[name].quantize(normal(64, 32), **options) for name, options in WAYS}
+    tree = {str(way): FORMATS[way[0]].quantize(normal(64, 48), **way[1]) for way in EVERY}
     lowbit.save(tmp_path / "a.safetensors", tree)
     back = lowbit.load(tmp_path / "a.safetensors")
     for name, q in tree.items():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .formats import FORMATS, Format, QuantizedArray, spread
+from .formats.components import checked_scale_dtype
 from .runtime import dense, ste
 
 
@@ -26,6 +27,18 @@ class QuantizationType(enum.StrEnum):
     INT8 = "int8"
     TERNARY = "ternary"
     BINARY = "binary"
+    Q4 = "q4"
+    Q3 = "q3"
+    Q2 = "q2"
+    INT2 = "int2"
+    INT3 = "int3"
+    INT4 = "int4"
+    INT5 = "int5"
+    INT6 = "int6"
+    FP8 = "fp8"
+    FP8_E5M2 = "fp8_e5m2"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +46,17 @@ class QuantizationConfig:
     """How to quantize, and how products of the array run. Hashable.
 
     - `dtype`: the format, a `QuantizationType` or its name.
-    - `block_size`: how many elements along `axis` share a scale. None is the format's default: 64 for NF4, one scale
-      for the whole axis for int8, ternary and binary.
+    - `block_size`: how many elements along `axis` share a scale. None is the format's default: 64 for NF4, 32 for q4,
+      q3, q2, int2 to int6 and mxfp4, 16 for nvfp4, and one scale for the whole axis for the others.
     - `axis`: along which elements share a scale. None is the axis that `x @ w` contracts, -2 (-1 for an array with one
       axis): the contracted axis gives the smallest error and the fastest product.
     - `simulate`: return the dequantized array, with a straight-through gradient.
     - `double_quant`: store NF4's scales in 8 bits.
     - `absmean`: ternary as in BitNet b1.58, with mean |w| for a scale and half of it for a threshold.
+    - `offset`: int2 to int6 with an offset for each block, so that levels need not be symmetric around 0.
+    - `search`: whether to search for the scales with the least error; False takes the largest magnitude of each block.
+      None is the default of the format: q2 to q4 and int2 to int6 search along a single axis.
+    - `scale_dtype`: the dtype of the scales of int2 to int6 and fp8: "float32" (the default), "bfloat16" or "float16".
     - `use_kernel`, `compute`: stored with the array; the settings of the same names take precedence.
 
     >>> import jax.numpy as jnp, lowbit
@@ -59,6 +76,9 @@ class QuantizationConfig:
     double_quant: bool = False
     absmean: bool = False
     compute: str = "exact"
+    offset: bool = False
+    search: bool | None = None
+    scale_dtype: str | None = None
 
     def __post_init__(self) -> None:
         name = str(self.dtype)
@@ -70,15 +90,30 @@ class QuantizationConfig:
             object.__setattr__(self, "axis", tuple(self.axis))
         if self.compute not in ("exact", "fast"):
             raise ValueError(f"compute={self.compute!r}: the value must be one of 'exact', 'fast'.")
-        for option in ("double_quant", "absmean"):
-            if getattr(self, option) and option not in self.format.options:
-                able = ", ".join(f.name for f in FORMATS.values() if option in f.options)
-                raise ValueError(f"{option}=True is for {able}, not for {name!r}.")
+        if self.scale_dtype is not None:
+            object.__setattr__(self, "scale_dtype", checked_scale_dtype(self.scale_dtype, name).name)
+        for option, default in _OPTIONS.items():
+            if getattr(self, option) != default and option not in self.format.options:
+                raise ValueError(_refusal(option, getattr(self, option), self.format))
 
     @property
     def format(self) -> Format:
         """The row of the table of formats."""
         return FORMATS[str(self.dtype)]
+
+
+# The fields that only some formats take (`Format.options`), with their defaults.
+_OPTIONS = {"double_quant": False, "absmean": False, "offset": False, "search": None, "scale_dtype": None}
+
+
+def _refusal(option: str, value: Any, format: Format) -> str:
+    able = ", ".join(f.name for f in FORMATS.values() if option in f.options)
+    coded = format.layout is not None and format.layout.scales is not None
+    why = {
+        "double_quant": "; its scales are in 8 bits already" if coded else "",
+        "scale_dtype": "; its scales are stored as 8-bit codes" if coded else "; its scales are float32",
+    }
+    return f"{option}={value!r} is for {able}, not for {format.name!r}{why.get(option, '')}."
 
 
 @overload
@@ -92,6 +127,9 @@ def quantize(
     axis: int | Sequence[int] | None = ...,
     double_quant: bool | None = ...,
     absmean: bool | None = ...,
+    offset: bool | None = ...,
+    search: bool | None = ...,
+    scale_dtype: Any = ...,
     use_kernel: bool | None = ...,
     compute: str | None = ...,
     scale: Any = ...,
@@ -107,6 +145,9 @@ def quantize(
     axis: int | Sequence[int] | None = ...,
     double_quant: bool | None = ...,
     absmean: bool | None = ...,
+    offset: bool | None = ...,
+    search: bool | None = ...,
+    scale_dtype: Any = ...,
     use_kernel: bool | None = ...,
     compute: str | None = ...,
     scale: Any = ...,
@@ -121,6 +162,9 @@ def quantize(
     axis: int | Sequence[int] | None = None,
     double_quant: bool | None = None,
     absmean: bool | None = None,
+    offset: bool | None = None,
+    search: bool | None = None,
+    scale_dtype: Any = None,
     use_kernel: bool | None = None,
     compute: str | None = None,
     scale: Any = None,
@@ -146,6 +190,9 @@ def quantize(
         axis=axis,
         double_quant=double_quant,
         absmean=absmean,
+        offset=offset,
+        search=search,
+        scale_dtype=scale_dtype,
         use_kernel=use_kernel,
         compute=compute,
     )
@@ -161,13 +208,17 @@ def straight_through(
     axis: int | Sequence[int] | None = None,
     double_quant: bool | None = None,
     absmean: bool | None = None,
+    offset: bool | None = None,
+    search: bool | None = None,
+    scale_dtype: Any = None,
     amount: Any = 1,
     clip: float | None = None,
     scale: Any = None,
 ) -> jax.Array:
     """Quantize and dequantize with a straight-through gradient, for quantization-aware training (QAT).
 
-    - `config`, `dtype`, `block_size`, `axis`, `double_quant`, `absmean`: as for `quantize`.
+    - `config`, `dtype`, `block_size`, `axis`, `double_quant`, `absmean`, `offset`, `search`, `scale_dtype`: as for
+      `quantize`.
     - `amount`: 1 for the quantized values, 0 for the array itself, `(1 - amount) * array + amount * quantized` between
       them. It may be traced: `amount=step >= 1000` is a warm-up.
     - `clip`: no gradient for elements beyond `clip` times the largest representable magnitude, so that saturated
@@ -182,7 +233,15 @@ def straight_through(
     True
     """
     config = resolved_config(
-        config, dtype=dtype, block_size=block_size, axis=axis, double_quant=double_quant, absmean=absmean
+        config,
+        dtype=dtype,
+        block_size=block_size,
+        axis=axis,
+        double_quant=double_quant,
+        absmean=absmean,
+        offset=offset,
+        search=search,
+        scale_dtype=scale_dtype,
     )
     array = jnp.asarray(dense(array))
     if clip is None and scale is None:
@@ -200,6 +259,8 @@ def resolved_config(config: QuantizationConfig | str | None, **given: Any) -> Qu
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(given.get("axis"), list):
         given["axis"] = tuple(given["axis"])
+    if "scale_dtype" in given:
+        given["scale_dtype"] = checked_scale_dtype(given["scale_dtype"], "quantize").name
     if isinstance(config, str):
         if given.setdefault("dtype", config) != config:
             raise _contradiction("dtype", given["dtype"], config)
@@ -234,7 +295,7 @@ def default_block_size(format: Format) -> int | None:
 
 def format_options(config: QuantizationConfig) -> dict[str, Any]:
     """The arguments that the config gives to the `quantize` of its format."""
-    options: dict[str, Any] = {name: getattr(config, name) for name in config.format.options}
+    options = {name: value for name in config.format.options if (value := getattr(config, name)) is not None}
     wanted = {"axis": config.axis, "block_size": config.block_size}
     return options | {name: value for name, value in wanted.items() if value is not None}
 

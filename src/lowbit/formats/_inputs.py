@@ -16,8 +16,9 @@ from .blocks import WHOLE, stored_length
 
 
 def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:
-    """Spans for one scale along `axis` (an int or several), or for each block of a single axis.
+    """Spans for one scale along `axis` (an int or several), or for each block.
 
+    With several axes, each has blocks of `block_size`: `axis=(-2, -1), block_size=128` gives blocks of 128 x 128.
     None is the axis that `x @ w` contracts: -2, or -1 for an array with one axis.
     """
     ndim = len(shape)
@@ -26,8 +27,6 @@ def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple
     for a in axes:
         if not -ndim <= a < ndim:
             raise ValueError(f"axis {a} is out of range for an array of shape {tuple(shape)}.")
-    if block_size is not None and len(axes) != 1:
-        raise ValueError(f"block_size={block_size} needs a single axis, not {axes}.")
     spans = [1] * ndim
     for a in axes:
         spans[a] = WHOLE if block_size is None else block_size

@@ -16,6 +16,18 @@ CODE_DTYPES = tuple(map(np.dtype, (jnp.uint8, jnp.int8)))
 _CHUNK = 1 << 16  # bytes checked at a time, to stay in the cache
 
 
+def checked_scale_dtype(dtype: Any, format: str) -> np.dtype:
+    """The dtype of scales that are floats."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in SCALE_DTYPES:
+        allowed = ", ".join(dtype.name for dtype in SCALE_DTYPES)
+        raise ValueError(f"scale_dtype={found or repr(dtype)} for {format!r} must be one of {allowed}.")
+    return found
+
+
 def check_dtypes(array: Any) -> None:
     """Raise a TypeError where a component has a dtype that the format does not store.
 

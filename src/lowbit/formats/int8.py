@@ -48,7 +48,7 @@ class Array8B(QuantizedArray):
         """Quantize a dense array.
 
         - `axis`: the axis or axes along which one scale is shared; default -2, the one that `x @ w` contracts.
-        - `block_size`: one scale for each block of that many elements of the (single) axis.
+        - `block_size`: one scale for each block of that many elements along `axis`, along each of several.
         - `dtype`: the dtype of the array; default that of the input.
         - `scale`: the scales to round by instead of max |w| / 127; codes are clipped to +-127.
         """

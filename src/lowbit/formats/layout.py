@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from .blocks import WHOLE, block_max, pack, span_of, spread
-from .components import SCALE_DTYPES
 from .levels import Integers, Levels, Powers
 from .search import (
     FACTORS,
@@ -61,6 +60,16 @@ class Layout:
         """Whether scales may be negative."""
         return self.scales is None or self.scales.is_signed
 
+    @property
+    def options(self) -> frozenset[str]:
+        """The options of `PackedArray.quantize` that the layout has a use for."""
+        able = {
+            "offset": isinstance(self.levels, Integers),
+            "search": self.weighting is not None,
+            "scale_dtype": self.scales is None,
+        }
+        return frozenset(name for name, has_use in able.items() if has_use)
+
     def group_spans(self, spans: Sequence[int], ndim: int) -> tuple[int, ...]:
         """The spans of group scales, for scales with these spans."""
         last = range(-min(ndim, 2), 0)
@@ -79,9 +88,6 @@ class Options(NamedTuple):
     def check(self, layout: Layout, name: str) -> None:
         if self.offset and not isinstance(layout.levels, Integers):
             raise ValueError(f"offset=True is for integers, and {name!r} has other levels.")
-        if self.scale_dtype not in SCALE_DTYPES:
-            allowed = ", ".join(dtype.name for dtype in SCALE_DTYPES)
-            raise ValueError(f"scale_dtype={self.scale_dtype} for {name!r} must be one of {allowed}.")
         if layout.scales is not None and self.scale_dtype != np.float32:
             raise ValueError(
                 f"scale_dtype={self.scale_dtype} is for scales that are floats; those of {name!r} are codes."
@@ -153,7 +159,10 @@ def _symmetric(
     codes = layout.levels.nearest(array * spread(reciprocal(scales), spans, array.shape))
     if layout.scales is None:
         stored = (scales * unit).astype(options.scale_dtype)
-        fits = jnp.isfinite(stored) & ((stored != 0) | (scales == 0))
+        # A scale below the range of float32 is 0, and so are its weights; one below a narrow range would lose weights
+        # that matter.
+        kept = (stored != 0) | (scales == 0) | (options.scale_dtype == np.float32)
+        fits = jnp.isfinite(stored) & kept
         return {"codes": codes, "scales": jnp.where(fits, stored, jnp.nan)}
     return {"codes": codes, "scales": store.stored(scales)} | ({"group_scales": group * unit} if layout.group else {})
 

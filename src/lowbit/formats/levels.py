@@ -68,6 +68,11 @@ class Integers(Levels):
         codes = jnp.clip(jnp.round(values) + self.zero, 0, 2**self.bits - 1)
         return jnp.nan_to_num(codes).astype(jnp.uint8)
 
+    # Without JAX, since formats are declared when the package is imported, before a backend may be chosen.
+    @property
+    def largest(self) -> float:
+        return float(max(self.zero, 2**self.bits - 1 - self.zero))
+
 
 @dataclasses.dataclass(frozen=True)
 class Table(Levels):
@@ -91,6 +96,10 @@ class Table(Levels):
     def nearest(self, values: jax.Array) -> jax.Array:
         middle = [np.float32((low + high) / 2) for low, high in zip(self.values, self.values[1:], strict=False)]
         return functools.reduce(jnp.add, [(values >= m).astype(jnp.uint8) for m in middle])
+
+    @property
+    def largest(self) -> float:
+        return float(max(map(abs, self.values)))
 
 
 @dataclasses.dataclass(frozen=True)

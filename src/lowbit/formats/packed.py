@@ -16,7 +16,7 @@ from jax.core import Tracer
 from lowbit.runtime import aux_field
 
 from ._inputs import axis_spans, checked_block_size, checked_dtype, checked_input, checked_scale, raise_if_not_finite
-from .components import SCALE_DTYPES
+from .components import SCALE_DTYPES, checked_scale_dtype
 from .layout import Layout, Options, encode_blocks
 from .levels import Floats, Integers, Powers, Table
 from .quantized import QuantizedArray, stored
@@ -34,9 +34,9 @@ E2M1 = Floats(4, exponent=2, mantissa=1)
 class PackedArray(QuantizedArray):
     """An array of a declared format (see `declare`): `value = level(code) * scale + offset`."""
 
-    high: jax.Array | None
-    offsets: jax.Array | None
-    group_scales: jax.Array | None
+    high: jax.Array | None = None
+    offsets: jax.Array | None = None
+    group_scales: jax.Array | None = None
     format_name: str = aux_field()
     affine: bool = aux_field(default=False)  # integers from 0, with an offset
 
@@ -60,7 +60,8 @@ class PackedArray(QuantizedArray):
         """Quantize a dense array.
 
         - `block_size`: how many elements along `axis` share a scale; -1 for all. Default that of the format.
-        - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis.
+        - `axis`: default -2, the one that `x @ w` contracts, or -1 for an array with one axis. With several, blocks
+          have `block_size` elements along each: 128 x 128 for `axis=(-2, -1), block_size=128`.
         - `offset`: store the smallest value of each block too, for integers from 0.
         - `search`: search for the scale with the least error; False takes the largest magnitude. Default what the
           format declares, along a single axis.
@@ -79,7 +80,9 @@ class PackedArray(QuantizedArray):
             raise ValueError(f"search=True for {format_name!r} needs a format that searches, one axis, and no scale=.")
         if offset and (scale is not None or not single):
             raise ValueError(f"offset=True for {format_name!r} needs a single axis, and does not take scale=.")
-        options = Options(offset, searches and search is not False, np.dtype(scale_dtype or np.float32))
+        options = Options(
+            offset, searches and search is not False, checked_scale_dtype(scale_dtype or np.float32, format_name)
+        )
         options.check(layout, format_name)
         components = dict.fromkeys(("high", "offsets", "group_scales")) | encode_blocks(
             array, spans, layout, options, given
@@ -88,13 +91,12 @@ class PackedArray(QuantizedArray):
             shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, affine=offset, **components
         )
         scales = quantized.scale_values()
-        if options.scale_dtype != np.float32 and not isinstance(scales, Tracer) and bool(jnp.isnan(scales).any()):
-            largest = float(jnp.abs(array).max())
-            if np.isfinite(largest):
-                raise ValueError(
-                    f"scale_dtype={options.scale_dtype} cannot hold the scales of {format_name!r} for an array with "
-                    f"values up to {largest:g}: pass scale_dtype='float32'."
-                )
+        narrow = options.scale_dtype != np.float32 and not isinstance(scales, Tracer)
+        if narrow and bool(jnp.isnan(scales).any()) and bool(jnp.isfinite(array).all()):
+            raise ValueError(
+                f"scale_dtype={options.scale_dtype} cannot hold the scales of {format_name!r} for an array with "
+                f"values up to {float(jnp.abs(array).max()):g}: pass scale_dtype='float32'."
+            )
         raise_if_not_finite(array, scales, format_name)
         return quantized
 
@@ -118,6 +120,12 @@ class PackedArray(QuantizedArray):
         return Integers(levels.bits).decode(low) if self.affine else levels.decode(low)
 
     def component_spans(self) -> dict[str, tuple[int, ...]]:
+        missing = [name for name in self.packing if getattr(self, name) is None]
+        missing += ["group_scales"] * (
+            self.layout.group is not None and self.group_scales is None and self._has_scale_codes()
+        )
+        if missing:
+            raise ValueError(f"A PackedArray of the format {self.format_name!r} needs the components {missing} too.")
         spans = super().component_spans()
         if self.offsets is not None:
             spans["offsets"] = self.spans
@@ -183,6 +191,7 @@ def declare(name: str, layout: Layout, *, error: float) -> Format:
             error=error,
             bits=float(layout.levels.bits),
             blocked=layout.block_size is not None,
+            options=layout.options,
             top=layout.levels.largest,
             layout=layout,
         )
@@ -201,4 +210,21 @@ LAYOUTS = {
     "mxfp4": Layout(E2M1, 32, E8M0, weighting=None),
     "nvfp4": Layout(E2M1, 16, E4M3, "matrix", weighting=None),
 }
-"""Layouts by name. They are not in the table of formats yet: `declare` adds one."""
+"""The layouts of the built-in formats that are declared, by name."""
+
+_ERRORS = {
+    "q4": 0.0750,
+    "q3": 0.1539,
+    "q2": 0.3096,
+    "int2": 0.3374,
+    "int3": 0.1645,
+    "int4": 0.0815,
+    "int5": 0.0405,
+    "int6": 0.0203,
+    "fp8": 0.0264,
+    "fp8_e5m2": 0.0526,
+    "mxfp4": 0.1148,
+    "nvfp4": 0.0949,
+}
+for _name, _layout in LAYOUTS.items():
+    declare(_name, _layout, error=_ERRORS[_name])

@@ -294,7 +294,7 @@ class QuantizedArray(ShardedArray):
 
     @property
     def block_size(self) -> int | None:
-        """The number of elements along `axis` that share a scale; None for the whole axis."""
+        """The number of elements along `axis`, along each of several, that share a scale; None for the whole axis."""
         return next((span for span in self.spans if span > 1), None)
 
     def swapped(self, axis: int) -> int:

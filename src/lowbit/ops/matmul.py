@@ -5,6 +5,7 @@ traced when it is bound: the program may then use what cannot be used inside a l
 (sharding, varying axes) is that of the program's.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lowbit.dispatch import by_platform, compute, find_kernels, nearest, use_kernel
 from lowbit.formats.blocks import WHOLE, block_sum, repeated, span_of
@@ -53,13 +55,36 @@ def _with_offsets(product: Product, kernel: bool | None) -> jax.Array:
     w = w.resolved()
     offsets: Any = jax.lax.stop_gradient(w.offset_values())
     contract, kept = product.contract, -3 - product.contract
-    sums = block_sum(product.x.astype(wide), (span_of(w.spans, contract),))
+    sums = _block_sums(product.x.astype(wide), span_of(w.spans, contract))
     batch = tuple(range(w.ndim - 2))
     dims = (((sums.ndim - 1,), (offsets.ndim + contract,)), (batch, batch))
-    thin = jax.lax.dot_general(sums, offsets.astype(wide), dims, precision=jax.lax.Precision.HIGHEST)
     span = span_of(w.spans, kept)
+    thin = jax.lax.dot_general(
+        sums,
+        offsets.astype(wide),
+        dims,
+        precision=jax.lax.Precision.HIGHEST,
+        out_sharding=_without_last(product.out_sharding) if span == WHOLE else product.out_sharding,
+    )
     thin = thin if span == WHOLE else repeated(thin, -1, span, product.n)
     return (y + thin).astype(product.dtype)
+
+
+def _block_sums(x: jax.Array, span: int) -> jax.Array:
+    """The sums of x over the blocks of a weight. On an explicit mesh each device adds its shard, if that is blocks."""
+    where: Any = jax.typeof(x).sharding
+    if explicit_axes(jax.typeof(x)) and where.spec[-1] is not None and span > 1:
+        names = where.spec[-1] if isinstance(where.spec[-1], tuple) else (where.spec[-1],)
+        if x.shape[-1] % (span * math.prod(where.mesh.shape[name] for name in names)):
+            x = jax.sharding.reshard(x, _without_last(where))
+    return block_sum(x, (span,))
+
+
+def _without_last(where: Any) -> Any:
+    """The sharding with the last axis on every device."""
+    if not isinstance(where, NamedSharding):
+        return where if where is None else PartitionSpec(*where[:-1], None)
+    return where.update(spec=PartitionSpec(*where.spec[:-1], None))
 
 
 # A compiled function caches its traces, so a product of the same kind is traced once.
