@@ -45,7 +45,7 @@ def machine() -> dict[str, Any]:
     names = (
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     )
-    packages = ("jax", "numpy", "onnxruntime", "openvino", "llama_cpp_python")
+    packages = ("jax", "numpy", "onnxruntime", "openvino", "llama_cpp_python", "xllamacpp")
     versions = {name: metadata.version(name) for name in packages if _installed(name)}
     return {
         "processor": next(names, platform.processor()),

@@ -1,6 +1,6 @@
-"""Write the tables and the figure of the pages in docs, from benchmarks/results.
+"""Write the tables and the figure of the README and of the pages in docs, from benchmarks/results.
 
-python benchmarks/page.py [performance] [sharding] [streaming] [training] [accelerators]
+python benchmarks/page.py [README] [formats] [performance] [sharding] [streaming] [training] [accelerators]
 
 The figure needs matplotlib: pip install 'lowbit[plot]'
 """
@@ -13,6 +13,26 @@ from pathlib import Path
 from measure import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
+PAGES = ("README", "formats", "performance", "sharding", "streaming", "training", "accelerators")
+# What the value of each format is, for the README.
+VALUES = {
+    "int8": "code * scale",
+    "nf4": "one of 16 levels * scale of its block",
+    "q4": "one of 16 small integers * 8-bit scale of its block * scale of its column",
+    "q3": "one of 8, the same",
+    "q2": "one of 4, the same",
+    "int6": "(code - 32) * scale, or code * scale + offset",
+    "int5": "(code - 16) * scale, or with an offset",
+    "int4": "(code - 8) * scale, or with an offset",
+    "int3": "(code - 4) * scale, or with an offset",
+    "int2": "(code - 2) * scale, or with an offset",
+    "fp8": "float8 e4m3 * scale",
+    "fp8_e5m2": "float8 e5m2 * scale",
+    "mxfp4": "float4 e2m1 * power of two of its block",
+    "nvfp4": "float4 e2m1 * float8 scale of its block * scale of the matrix",
+    "ternary": "-scale, 0 or scale",
+    "binary": "-scale or scale",
+}
 
 
 def load(name: str) -> dict:
@@ -51,6 +71,43 @@ def plain_table(name: str) -> str:
     for row in found["rows"]:
         lines.append("| " + " | ".join(map(shown, row)) + " |")
     return "\n".join(lines) + "\n\n" + origin(found)
+
+
+def formats_table(name: str) -> str:
+    found = load(name)
+    lines = ["| format | bits | N(0, 1) | MiniLM | KL |", "| --- | --- | --- | --- | --- |"]
+    for bits, _, format, normal, minilm, divergence in found["rows"]:
+        lines.append(f"| {format} | {bits:.3f} | {normal:.3g} | {minilm:.3g} | {three_digits(divergence)} |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
+def weighting_table(name: str) -> str:
+    """For each format a row, for each weighting the KL; with the standard error of its difference from plain."""
+    found, table = load(name), {}
+    for _, divergence, format, _, _, error in found["rows"]:
+        base, _, weighting = format.partition(", ")
+        table.setdefault(base, {})[weighting] = f"{divergence:.4f}" + (f" ± {error:.4f}" if error else "")
+    weightings = list(dict.fromkeys(weighting for row in table.values() for weighting in row if weighting))
+    lines = ["| format | " + " | ".join(weightings) + " |", "| --- " * (len(weightings) + 1) + "|"]
+    for base, row in table.items():
+        cells = [row.get(weighting, "") for weighting in weightings]
+        lines.append(f"| {base} | " + " | ".join(cells if any(cells) else [row[""], *cells[1:]]) + " |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
+def readme_table(name: str) -> str:
+    """The formats by falling bits, with the root mean square error on N(0, 1)."""
+    rows = {row[2]: row for row in load(name)["rows"]}
+    lines = ["| name | bits per weight | error on N(0, 1) | KL | value |", "| --- | --- | --- | --- | --- |"]
+    for format in sorted(VALUES, key=lambda format: (-rows[format][0], rows[format][1])):
+        bits, error, *_, divergence = rows[format]
+        kl = three_digits(divergence)
+        lines.append(f"| `{format}` | {bits:.2f} | {error:.3g} | {kl} | {VALUES[format]} |")
+    return "\n".join(lines) + "\n"
+
+
+def three_digits(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else ""
 
 
 def shown(value: object) -> str:
@@ -130,26 +187,40 @@ def figure(name: str, shape: str, path: Path) -> None:
 
 
 def main() -> None:
-    for page in sys.argv[1:] or ("performance", "sharding", "streaming", "training", "accelerators"):
-        write(DOCS / f"{page}.md")
+    for name in sys.argv[1:] or PAGES:
+        page = path_of(name)
+        text = page.read_text()
+        page.write_text(rendered(text))
+        for figured, shape in re.findall(r"<!-- figure ([\w-]+) (\S+) -->", text):
+            figure(figured, shape, DOCS / "performance.svg")
 
 
-def write(page: Path) -> None:
-    text = page.read_text()
+def path_of(page: str) -> Path:
+    return DOCS.parent / "README.md" if page == "README" else DOCS / f"{page}.md"
+
+
+def rendered(text: str) -> str:
+    """The text of a page with its tables from the results."""
     for kind, name, shape in re.findall(r"<!-- (\w+) ([\w-]+) ?(\S*) -->", text):
         if kind == "figure":
-            figure(name, shape, DOCS / "performance.svg")
             continue
         made = SHAPED[kind](name, shape) if kind in SHAPED else TABLES[kind](name)
         start = f"<!-- {kind} {name}{' ' + shape if shape else ''} -->\n"
         before, rest = text.split(start, 1)
         after = rest.split("<!-- end -->\n", 1)[1]
         text = f"{before}{start}{made}<!-- end -->\n{after}"
-    page.write_text(text)
+    return text
 
 
 SHAPED = {"products": product_table, "aot": aot_table}
-TABLES = {"table": plain_table, "qat": qat_table, "gpu": gpu_table}
+TABLES = {
+    "table": plain_table,
+    "qat": qat_table,
+    "gpu": gpu_table,
+    "formats": formats_table,
+    "readme": readme_table,
+    "weighting": weighting_table,
+}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The user-defined format of the example passes the tests of the built-in formats."""
+"""Formats from outside: the declared one of the example, and a class that passes the tests of the built-in ones."""
 
 import dataclasses
 import importlib.util
@@ -30,18 +30,64 @@ def example():
     return module
 
 
+@formats.stored
+class Array6B(lowbit.QuantizedArray):
+    """A class of one's own, where no layout does: value = (code - 32) * scale, in two components of codes."""
+
+    high: jax.Array  # one more component, in addition to `codes` and `scales`
+
+    packing: ClassVar = {"codes": 2, "high": 4}  # codes per byte
+
+    @classmethod
+    def quantize(cls, array, block_size=64, *, axis=None, dtype=None):
+        array = formats.checked_input(array, "six")
+        spans = formats.axis_spans(array.shape, axis, block_size)
+        values = array.astype(jnp.float32)
+        scales = formats.finite_or_nan(formats.block_max(values, spans) / 31)
+        usable = jnp.where(scales > 0, scales, 1)
+        codes = jnp.round(values / formats.spread(usable, spans, array.shape)) + 32
+        codes = jnp.nan_to_num(codes).astype(jnp.uint8)
+        components = {"codes": formats.pack(codes & 15, 2), "high": formats.pack(codes >> 4, 4), "scales": scales}
+        return cls.build(shape=array.shape, dtype=dtype or array.dtype, spans=spans, **components)
+
+    def levels(self, low, high):
+        return (low | high << 4).astype(jnp.float32) - 32
+
+
+SIX = lowbit.Format("six", Array6B.quantize, error=0.0243, bits=6.0)
+
+
 @pytest.fixture(params=[(-2, None), (-1, 16)] if HALF is None else [[(-2, None), (-1, 16)][HALF]], ids=str)
-def six_bits(example, request, monkeypatch) -> Layout:
-    monkeypatch.setitem(lowbit.FORMATS, "int6", example.INT6)
-    return Layout("int6", *request.param)
+def six_bits(request, monkeypatch) -> Layout:
+    monkeypatch.setitem(lowbit.FORMATS, "six", SIX)
+    return Layout("six", *request.param)
 
 
 def test_the_example_runs(example, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(lowbit.formats.table, "FORMATS", dict(lowbit.FORMATS))
-    monkeypatch.setattr(lowbit, "FORMATS", lowbit.formats.table.FORMATS)
+    monkeypatch.setitem(lowbit.FORMATS, "iq4", lowbit.FORMATS["nf4"])  # so that the row is removed afterwards
+    del lowbit.FORMATS["iq4"]
     example.main()
-    assert "6.5 bits per weight, rms error 0.0243" in capsys.readouterr().out
-    assert len(PATH.read_text().splitlines()) < 70
+    printed = capsys.readouterr().out
+    assert "4.2578125 bits per weight, rms error 0.0747" in printed and "same codes: True" in printed
+    assert len(PATH.read_text().splitlines()) < 40
+    assert lowbit.FORMATS["iq4"].error == 0.0747
+
+
+def test_a_declared_format_is_like_a_built_in_one(example, monkeypatch) -> None:
+    monkeypatch.setitem(lowbit.FORMATS, "iq4", lowbit.FORMATS["nf4"])
+    del lowbit.FORMATS["iq4"]
+    formats.declare("iq4", example.LAYOUT, error=0.0747)
+    w, x = jax.random.normal(jax.random.key(0), (64, 96)), jax.random.normal(jax.random.key(1), (8, 64))
+    q = lowbit.quantize(w, "iq4")
+    dense = q.materialize()
+    with lowbit.materialization("error"):
+        assert_close(x @ q, x @ dense)
+        assert_close(jax.grad(lambda x: (x @ q).sum())(x), jnp.ones((8, 96)) @ dense.T)
+        assert_close(q.T @ x.T, dense.T @ x.T)
+        assert_close(lowbit.implicit(lambda q: q[:32])(q), dense[:32], 0)
+    tree, report = lowbit.quantize_tree({"up": {"kernel": w}}, "iq4")
+    assert [row.format for row in report] == ["iq4"]
+    assert_same_bits(tree["up"]["kernel"], q)
 
 
 @pytest.mark.parametrize("feature", [*LAYOUT_MATTERS, "value_and_grad_through_scan_and_checkpoint"])
@@ -120,22 +166,22 @@ def test_a_subclass_keeps_the_decoder_that_fits_its_levels() -> None:
     assert (Renamed.quantize(w).decoder, Renamed.quantize(w).int8_multiplier) == ("nf4", 127)
 
 
-def test_registering_another_format_under_a_known_name_raises(example, monkeypatch) -> None:
+def test_registering_another_format_under_a_known_name_raises(monkeypatch) -> None:
     table = dict(lowbit.FORMATS)
     monkeypatch.setattr(lowbit.formats.table, "FORMATS", table)
-    assert lowbit.register_format(example.INT6) is lowbit.register_format(example.INT6)
-    other = dataclasses.replace(example.INT6, bits=7.0)
-    with pytest.raises(ValueError, match=r"There is a format 'int6' already.*replace=True"):
+    assert lowbit.register_format(SIX) is lowbit.register_format(SIX)
+    other = dataclasses.replace(SIX, bits=7.0)
+    with pytest.raises(ValueError, match=r"There is a format 'six' already.*replace=True"):
         lowbit.register_format(other)
     with pytest.raises(ValueError, match=r"'nf4' already"):
         lowbit.register_format(dataclasses.replace(other, name="nf4"))
-    assert table["int6"] is example.INT6 and table["nf4"] is lowbit.FORMATS["nf4"]
-    assert lowbit.register_format(other, replace=True) is table["int6"]
+    assert table["six"] is SIX and table["nf4"] is lowbit.FORMATS["nf4"]
+    assert lowbit.register_format(other, replace=True) is table["six"]
 
 
-def test_a_file_with_arrays_of_a_user_defined_class_is_kept(example, tmp_path) -> None:
+def test_a_file_with_arrays_of_a_user_defined_class_is_kept(tmp_path) -> None:
     w = jax.random.normal(jax.random.key(0), (64, 64))
-    q = example.Array6B.quantize(w)
+    q = Array6B.quantize(w)
     lowbit.save(tmp_path / "six.safetensors", {"up": {"weight": q}, "down": {"weight": w}})
     source = open_tensors(tmp_path / "six.safetensors")
     assert source.type("up/weight") == "Array6B" and is_stored("Array6B") and not is_stored("F32")

@@ -34,13 +34,14 @@ def weights_of(blocks: jax.Array, mask: jax.Array | None, count: np.ndarray, wei
 
     - "plain": 1.
     - "root": sqrt(mean(w^2) + w^2), which favours large weights.
+    - "square": mean(w^2) + w^2, which favours them more.
     """
     if weighting == "plain":
         weights = jnp.ones_like(blocks)
     else:
         squares = unfused(blocks * blocks)
-        mean = unfused(ordered_sum(squares, -2, keepdims=True) * (1 / count))
-        weights = jnp.sqrt(mean + squares)
+        weights = unfused(ordered_sum(squares, -2, keepdims=True) * (1 / count)) + squares
+        weights = weights if weighting == "square" else jnp.sqrt(weights)
     return weights if mask is None else weights * mask
 
 
