@@ -30,7 +30,7 @@ from measure import Report  # noqa: E402
 from lowbit import FORMATS  # noqa: E402
 from lowbit.kernels.product import Product  # noqa: E402
 from lowbit.kernels.tpu.blocks import in_specs, out_spec  # noqa: E402
-from lowbit.kernels.tpu.kernel import matmul  # noqa: E402
+from lowbit.kernels.tpu.kernel import Kernel, matmul  # noqa: E402
 from lowbit.kernels.tpu.tiling import tiling_for  # noqa: E402
 
 # The topology to compile for, and the published bandwidth of one device in GB/s (half a chip for tpu7x).
@@ -77,7 +77,7 @@ def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, A
         here = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), (x, w))
         tiling = tiling_for(Product(x, w, contract, dtype), device.device_kind)
         jax.jit(lambda x, w: matmul(Product(x, w, contract, dtype), device.device_kind)).lower(*here).compile()
-    moved = bytes_moved(tiling, x, w)
+    moved = bytes_moved(Kernel(w, tiling), x)
     least = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *jax.tree.leaves(w)))
     _, m, n, _ = tiling.shape
     least += m * n * jnp.dtype(dtype).itemsize
@@ -89,20 +89,20 @@ def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, A
     }
 
 
-def bytes_moved(tiling: Any, x: Any, w: Any) -> int:
+def bytes_moved(kernel: Any, x: Any) -> int:
     """Bytes copied by the steps of the grid, from the kernel's own index maps: blocks whose index changed."""
-    batch, m, n, k = tiling.shape
-    scales = (1, 1, k if tiling.folded == "x" else n) if tiling.folded else w.scales.shape
-    arrays = [(w.codes.shape, w.codes.dtype), (scales, jnp.float32), (x.shape, x.dtype)]
-    arrays.append(((1, m, n), jnp.dtype(tiling.dtype)))
+    tiling = kernel.tiling
+    batch, m, n, _ = tiling.shape
+    arrays = jax.eval_shape(lambda x, w: Kernel(w, tiling).operands(x), x.update(shape=(1, *x.shape)), kernel.w)
+    arrays = [*arrays, jax.ShapeDtypeStruct((1, m, n), tiling.dtype)]
     total = 0
-    for spec, (shape, dtype) in zip([*in_specs(tiling), out_spec(tiling)], arrays, strict=True):
-        shape, last = (1,) * (3 - len(shape)) + tuple(shape), None
+    for spec, array in zip([*in_specs(tiling), out_spec(tiling)], arrays, strict=True):
+        last = None
         for step in itertools.product(*map(range, tiling.grid)):
             at = tuple(int(i) for i in spec.index_map(*step, [0] * batch))
             if at != last:
-                sizes = (max(min(b, s - i * b), 0) for i, b, s in zip(at, spec.block_shape, shape, strict=True))
-                total += math.prod(sizes) * jnp.dtype(dtype).itemsize
+                sizes = (max(min(b, s - i * b), 0) for i, b, s in zip(at, spec.block_shape, array.shape, strict=True))
+                total += math.prod(sizes) * array.dtype.itemsize
             last = at
     return total
 
