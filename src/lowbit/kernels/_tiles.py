@@ -44,7 +44,9 @@ def planes(tiles: Sequence[jax.Array], packing: Sequence[int]) -> list[list[jax.
     a byte. Bytes are widened first: tiles have no 8-bit arithmetic.
     """
     count = min(packing)
-    unpacked = [_unpacked(tile.astype(jnp.int32), per_byte, count) for tile, per_byte in zip(tiles, packing, strict=True)]
+    unpacked = [
+        _unpacked(tile.astype(jnp.int32), per_byte, count) for tile, per_byte in zip(tiles, packing, strict=True)
+    ]
     return [list(codes) for codes in zip(*unpacked, strict=True)]
 
 
@@ -59,6 +61,15 @@ def _unpacked(tile: jax.Array, per_byte: int, count: int) -> list[jax.Array]:
     shifted = [tile >> bits * (count - 1 - j) for j in range(count)]
     top = [] if copies > 1 else [shifted.pop(0)]  # nothing is above it
     return [*top, *(plane & (1 << bits) - 1 for plane in shifted)]
+
+
+def joined_codes(codes: Sequence[jax.Array], packing: Sequence[int]) -> jax.Array:
+    """The codes of all components in one: an index in the `level_table`."""
+    first, shift = codes[0], 8 // packing[0]
+    index = first & 255 if shift == 8 else first  # a signed byte was widened with its sign
+    for more, per_byte in zip(codes[1:], packing[1:], strict=True):
+        index, shift = index | more << shift, shift + 8 // per_byte
+    return index
 
 
 def level_table(w: QuantizedArray) -> np.ndarray:

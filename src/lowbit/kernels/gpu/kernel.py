@@ -23,14 +23,16 @@ from lowbit.formats.blocks import WHOLE, span_of
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime._compat import varying_like
 
-from .._tiles import layer_numbers, planes
+from .._tiles import joined_codes, layer_numbers, matrices, planes, scale_components
 from ..product import Product
 from .tiling import Tile, Tiling, split, tiling_for
 
 
 def matmul(product: Product, *, tile: Tile | None = None, interpret: bool = False) -> jax.Array:
     """Run the product; `tile` overrides the sizes. `interpret` runs it in JAX on any platform."""
-    x, w = product.x, product.w.plain()
+    x, w = product.x, product.w
+    # Scales are decoded where they are used, if the format can decode a tile of them.
+    w = w if scale_components(w) else w.plain()
     product = replace(product, w=w)
     count, m, n, dtype = math.prod(product.batch), math.prod(product.rows), product.n, product.dtype
     tiling = tiling_for(product, tile)
@@ -48,8 +50,8 @@ def matmul(product: Product, *, tile: Tile | None = None, interpret: bool = Fals
     y = call(
         layer_numbers(w),
         x.reshape(count, m, product.k),
-        w.codes.reshape(-1, *w.codes.shape[-2:]),
-        lax.stop_gradient(w.scale_values()).reshape(-1, *w.scales.shape[-2:]),
+        *(matrices(getattr(w, name)) for name in w.packing),
+        *(matrices(lax.stop_gradient(getattr(w, name))) for name in scale_components(w)),
         *([] if tiling.table is None else [jnp.asarray(tiling.table)]),
     )
     return (y[0] if tile.splits == 1 else y.sum(0).astype(dtype)).reshape(product.shape)
@@ -64,12 +66,13 @@ def _side_by_side(planes: list[jax.Array]) -> jax.Array:
     return planes[0].reshape(rows, width)
 
 
-def _levels(w: QuantizedArray, packed: jax.Array, table: Any = None) -> jax.Array:
+def _levels(w: QuantizedArray, tiles: list[jax.Array], table: Any = None) -> jax.Array:
     """Decode a tile of bytes by the format's arithmetic, or by a table of the levels of all codes."""
-    unpacked = planes(packed, w.packing["codes"])
+    packing = list(w.packing.values())
+    unpacked = planes(tiles, packing)
     if table is None:
-        return _side_by_side([w.levels(plane) for plane in unpacked])
-    return _side_by_side([triton.load(table.at[plane & table.shape[0] - 1]) for plane in unpacked])
+        return _side_by_side([w.levels(*codes) for codes in unpacked])
+    return _side_by_side([triton.load(table.at[joined_codes(codes, packing)]) for codes in unpacked])
 
 
 def _load(ref: Any, lead: Any, rows: Any, columns: Any) -> Any:
@@ -81,16 +84,16 @@ def _load(ref: Any, lead: Any, rows: Any, columns: Any) -> Any:
 def _kernel(
     layers: Any,
     x: Any,
-    codes: Any,
-    scales: Any,
     *refs: Any,
     w: QuantizedArray,
     contract: int,
     tiling: Tiling,
     precision: Any,
 ) -> None:
-    (*table, y), tile = refs, tiling.tile
-    (_, m, k), n, per_byte = x.shape, y.shape[-1], w.packing["codes"]
+    stored, tile = scale_components(w), tiling.tile
+    codes, scales = refs[: len(w.packing)], refs[len(w.packing) :][: len(stored)]
+    *table, y = refs[len(codes) + len(scales) :]
+    (_, m, k), n, per_byte = x.shape, y.shape[-1], min(w.packing.values())
     place, of = pl.program_id(0), (-(-m // tile.rows), -(-n // tile.columns), tile.splits)
     # Rows vary fastest: programs that share codes run at the same time.
     row, column = place % of[0], place // of[0] % of[1]
@@ -102,8 +105,12 @@ def _kernel(
 
     def scale(r: Any, c: Any) -> Any:
         """The scales of these stored rows and columns, with size 1 on the axes that share one."""
-        r, c = (jnp.zeros((1,), jnp.int32) if s == WHOLE else i // s for i, s in zip((r, c), spans, strict=True))
-        return _load(scales, layer, r, c)
+        places = [jnp.zeros((1,), jnp.int32) if s == WHOLE else i // s for i, s in zip((r, c), spans, strict=True)]
+        found = {}
+        for (name, wholes), ref in zip(stored.items(), scales, strict=True):
+            at = (jnp.zeros((1,), jnp.int32) if whole else i for i, whole in zip(places, wholes, strict=True))
+            found[name] = _load(ref, layer, *at)
+        return w.replace(**found).scale_values()
 
     def of_columns(first: Any) -> Any:
         """The scale of each result, from this k on."""
@@ -115,8 +122,11 @@ def _kernel(
         ks = i * tile.depth + jnp.arange(tile.depth)
         r, c = (ks, columns) if contract == -2 else (columns, ks)
         bytes_ = c.size // per_byte
-        packed = _load(codes, layer, r, (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_))
-        weights = _levels(w, packed, *table)
+        place = (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_)
+        of = zip(codes, w.packing.values(), strict=True)
+        # Where a byte of one component goes with several of another, it is loaded for each, from the cache.
+        tiles = [_load(ref, layer, r, place // (count // per_byte)) for ref, count in of]
+        weights = _levels(w, tiles, *table)
         if not tiling.after:
             weights = weights * scale(r, c)
         some = _load(x, batch, rows, ks).astype(tiling.unit)

@@ -10,16 +10,16 @@ in more time than all other steps take. So:
 - *lanes*: up to 128 levels.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from lowbit.formats.quantized import QuantizedArray
 
-from .._tiles import planes
+from .._tiles import joined_codes, planes
 from .tiling import LANES, SUBLANES, Tiling
 from .vector import from_sublanes, gathered, joined
 
@@ -49,15 +49,7 @@ def decode(w: QuantizedArray, tiling: Tiling, tiles: list[jax.Array], table: Any
     unpacked = planes(tiles, tiling.packing)
     if tiling.decoding == "arithmetic":
         return [w.levels(*codes) for codes in unpacked]
-    return [_looked_up(_index(codes, tiling.packing), tiling.decoding, table) for codes in unpacked]
-
-
-def _index(codes: Sequence[jax.Array], packing: Sequence[int]) -> jax.Array:
-    """The index in the table of levels."""
-    index, shift = codes[0], 8 // packing[0]
-    for more, per_byte in zip(codes[1:], packing[1:], strict=True):
-        index, shift = index | more << shift, shift + 8 // per_byte
-    return index
+    return [_looked_up(joined_codes(codes, tiling.packing), tiling.decoding, table) for codes in unpacked]
 
 
 def _looked_up(index: jax.Array, decoding: str, table: Any) -> jax.Array:
@@ -72,6 +64,12 @@ def _looked_up(index: jax.Array, decoding: str, table: Any) -> jax.Array:
 
 def _halves(tile: jax.Array, table: Any) -> list[jax.Array]:
     """The levels of the upper and of the lower four bits of each byte: shift the right half of a word up."""
-    upper = from_sublanes(table[:SUBLANES], tile >> 5) << (tile & 16)
-    lower = from_sublanes(table[SUBLANES:], tile & 7) << ((tile & 8) << 1)
+    # Four bytes at a time, which are widened after.
+    four = pltpu.bitcast(tile, jnp.int32)
+
+    def field(shifted: jax.Array, mask: int) -> jax.Array:
+        return pltpu.bitcast(shifted & np.int32(mask * 0x01010101), jnp.int8).astype(jnp.int32)
+
+    upper = from_sublanes(table[:SUBLANES], field(four >> 5, 7)) << field(four, 16)
+    lower = from_sublanes(table[SUBLANES:], field(four, 7)) << field(four << 1, 16)
     return [jax.lax.bitcast_convert_type(word & _UPPER, jnp.float32) for word in (upper, lower)]

@@ -213,7 +213,8 @@ class Kernel:
             tile = ref[0, pl.ds(aligned(i * size, LANES), size), :]
         else:
             tile = ref[0, :, pl.ds(aligned(i * (size // per_byte), LANES), size // per_byte)]
-        return repeated_lanes(tile.astype(jnp.int32), per_byte // tiling.planes)
+        times = per_byte // tiling.planes
+        return repeated_lanes(tile.astype(jnp.int32), times) if times > 1 else tile
 
     def multiply(self, x: list[jax.Array], w: list[jax.Array]) -> jax.Array:
         """The sum of the products of terms, without those that are smaller than the last bit."""
