@@ -81,6 +81,18 @@ def _load(ref: Any, lead: Any, rows: Any, columns: Any) -> Any:
     return triton.load(ref.at[lead, rows[:, None], columns[None, :]], mask=inside, other=0)
 
 
+def _scales(w: QuantizedArray, refs: Any, lead: Any, at: tuple[Any, Any]) -> Any:
+    """The scales of these stored rows and columns, decoded; of size 1 on the axes that share one."""
+    first = jnp.zeros((1,), jnp.int32)
+    spans = span_of(w.spans, -2), span_of(w.spans, -1)
+    places = [first if span == WHOLE else i // span for i, span in zip(at, spans, strict=True)]
+    found = {}
+    for (name, wholes), ref in zip(scale_components(w).items(), refs, strict=True):
+        rows, columns = (first if whole else i for i, whole in zip(places, wholes, strict=True))
+        found[name] = _load(ref, lead, rows, columns)
+    return w.replace(**found).scale_values()
+
+
 def _kernel(
     layers: Any,
     x: Any,
@@ -90,8 +102,8 @@ def _kernel(
     tiling: Tiling,
     precision: Any,
 ) -> None:
-    stored, tile = scale_components(w), tiling.tile
-    codes, scales = refs[: len(w.packing)], refs[len(w.packing) :][: len(stored)]
+    tile = tiling.tile
+    codes, scales = refs[: len(w.packing)], refs[len(w.packing) :][: len(scale_components(w))]
     *table, y = refs[len(codes) + len(scales) :]
     (_, m, k), n, per_byte = x.shape, y.shape[-1], min(w.packing.values())
     place, of = pl.program_id(0), (-(-m // tile.rows), -(-n // tile.columns), tile.splits)
@@ -103,32 +115,23 @@ def _kernel(
     columns = column * tile.columns + jnp.arange(tile.columns)
     spans = span_of(w.spans, -2), span_of(w.spans, -1)
 
-    def scale(r: Any, c: Any) -> Any:
-        """The scales of these stored rows and columns, with size 1 on the axes that share one."""
-        places = [jnp.zeros((1,), jnp.int32) if s == WHOLE else i // s for i, s in zip((r, c), spans, strict=True)]
-        found = {}
-        for (name, wholes), ref in zip(stored.items(), scales, strict=True):
-            at = (jnp.zeros((1,), jnp.int32) if whole else i for i, whole in zip(places, wholes, strict=True))
-            found[name] = _load(ref, layer, *at)
-        return w.replace(**found).scale_values()
-
     def of_columns(first: Any) -> Any:
         """The scale of each result, from this k on."""
         k = first + jnp.arange(1)
-        found = scale(k, columns) if contract == -2 else scale(columns, k)
+        found = _scales(w, scales, layer, (k, columns) if contract == -2 else (columns, k))
         return found.reshape(1, found.size)
 
     def step(i: Any, sums: Any) -> Any:
         ks = i * tile.depth + jnp.arange(tile.depth)
         r, c = (ks, columns) if contract == -2 else (columns, ks)
         bytes_ = c.size // per_byte
-        place = (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_)
-        of = zip(codes, w.packing.values(), strict=True)
+        at = (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_)
         # Where a byte of one component goes with several of another, it is loaded for each, from the cache.
-        tiles = [_load(ref, layer, r, place // (count // per_byte)) for ref, count in of]
+        components = zip(codes, w.packing.values(), strict=True)
+        tiles = [_load(ref, layer, r, at // (count // per_byte)) for ref, count in components]
         weights = _levels(w, tiles, *table)
         if not tiling.after:
-            weights = weights * scale(r, c)
+            weights = weights * _scales(w, scales, layer, (r, c))
         some = _load(x, batch, rows, ks).astype(tiling.unit)
         dims = (((1,), (contract + 2,)), ((), ()))
         product = sum(
