@@ -134,6 +134,6 @@ def run(args: Any) -> None:
             name = f"{format} {'x @ w' if contract == -2 else 'x @ w.T'} {np.dtype(dtype).name}"
             said = (found["registers"], found["spills"], found["shared"] / 1024, found["programs"])
             bound = least / chip_values[-1] / 1e3
-            read = max(of[name].bytes / of[name].nbytes for name in w.packing)
+            read = of["codes"].elements / math.prod(of["codes"].shape)
             report.row(chip, m, name, *said, read, moved / 1e6, least / 1e6, bound)
     report.save()
