@@ -28,9 +28,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 from measure import Report  # noqa: E402
 
 from lowbit import FORMATS  # noqa: E402
+from lowbit.formats import packed  # noqa: E402
 from lowbit.kernels.product import Product  # noqa: E402
 from lowbit.kernels.tpu.blocks import in_specs, out_spec  # noqa: E402
-from lowbit.kernels.tpu.kernel import matmul  # noqa: E402
+from lowbit.kernels.tpu.kernel import Kernel, matmul  # noqa: E402
 from lowbit.kernels.tpu.tiling import tiling_for  # noqa: E402
 
 # The topology to compile for, and the published bandwidth of one device in GB/s (half a chip for tpu7x).
@@ -43,26 +44,37 @@ CHIPS = {
 COLUMNS = ["VMEM MB", "bundles", "in loop", "per 1024 weights", "spills", "moved MB", "of the least", "roofline us"]
 SHAPES = ((4096, 4096), (4096, 11008))
 ROWS = (1, 16, 256)
+MAIN = ("int8", "nf4", "ternary", "binary", "q4", "int4")
+
+for name, layout in packed.LAYOUTS.items():
+    if name not in FORMATS:
+        packed.declare(name, layout, error=1.0)
 
 
 def run(args: Any) -> None:
     report = Report(args, ["chip", "shape", "kernel", "M", *COLUMNS])
+    todo = list(kernels(SHAPES, ROWS))
     for chip in CHIPS:
-        for names, operands in kernels(SHAPES, ROWS):
+        for names, operands in todo:
             found = measure(chip, *operands)
             report.row(chip, *names, *(found[column] for column in COLUMNS))
     report.save()
 
 
 def kernels(shapes: Any, rows: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The shape, name and rows of each kernel, and the shapes of its operands."""
-    for (k, n), format, contract, m, dtype in itertools.product(
-        shapes, FORMATS, (-2, -1), rows, (jnp.bfloat16, jnp.float32)
-    ):
+    """The shape, name and rows of each kernel, and the shapes of its operands.
+
+    Every format in bfloat16 for the first shape; the main ones in float32 too, and for the other shapes.
+    """
+    for (k, n), format, contract, dtype in itertools.product(shapes, FORMATS, (-2, -1), (jnp.bfloat16, jnp.float32)):
+        extra = ((k, n) != shapes[0]) + (dtype == jnp.float32)
+        if extra > (format in MAIN):
+            continue
         dense = jax.ShapeDtypeStruct((k, n) if contract == -2 else (n, k), dtype)
         w = jax.eval_shape(lambda w, f=format, c=contract: FORMATS[f].quantize(w, axis=c), dense)
         name = f"{format} {'x @ w' if contract == -2 else 'x @ w.T'} {dtype.__name__}"
-        yield (f"{k}x{n}", name, m), (jax.ShapeDtypeStruct((m, k), dtype), w, contract, dtype)
+        for m in rows:
+            yield (f"{k}x{n}", name, m), (jax.ShapeDtypeStruct((m, k), dtype), w, contract, dtype)
 
 
 def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Any]:
@@ -77,7 +89,7 @@ def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, A
         here = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), (x, w))
         tiling = tiling_for(Product(x, w, contract, dtype), device.device_kind)
         jax.jit(lambda x, w: matmul(Product(x, w, contract, dtype), device.device_kind)).lower(*here).compile()
-    moved = bytes_moved(tiling, x, w)
+    moved = bytes_moved(Kernel(w, tiling), x)
     least = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *jax.tree.leaves(w)))
     _, m, n, _ = tiling.shape
     least += m * n * jnp.dtype(dtype).itemsize
@@ -89,20 +101,20 @@ def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, A
     }
 
 
-def bytes_moved(tiling: Any, x: Any, w: Any) -> int:
+def bytes_moved(kernel: Any, x: Any) -> int:
     """Bytes copied by the steps of the grid, from the kernel's own index maps: blocks whose index changed."""
-    batch, m, n, k = tiling.shape
-    scales = (1, 1, k if tiling.folded == "x" else n) if tiling.folded else w.scales.shape
-    arrays = [(w.codes.shape, w.codes.dtype), (scales, jnp.float32), (x.shape, x.dtype)]
-    arrays.append(((1, m, n), jnp.dtype(tiling.dtype)))
+    tiling = kernel.tiling
+    batch, m, n, _ = tiling.shape
+    arrays = jax.eval_shape(lambda x, w: Kernel(w, tiling).operands(x), x.update(shape=(1, *x.shape)), kernel.w)
+    arrays = [*arrays, jax.ShapeDtypeStruct((1, m, n), tiling.dtype)]
     total = 0
-    for spec, (shape, dtype) in zip([*in_specs(tiling), out_spec(tiling)], arrays, strict=True):
-        shape, last = (1,) * (3 - len(shape)) + tuple(shape), None
+    for spec, array in zip([*in_specs(tiling), out_spec(tiling)], arrays, strict=True):
+        last = None
         for step in itertools.product(*map(range, tiling.grid)):
             at = tuple(int(i) for i in spec.index_map(*step, [0] * batch))
             if at != last:
-                sizes = (max(min(b, s - i * b), 0) for i, b, s in zip(at, spec.block_shape, shape, strict=True))
-                total += math.prod(sizes) * jnp.dtype(dtype).itemsize
+                sizes = (max(min(b, s - i * b), 0) for i, b, s in zip(at, spec.block_shape, array.shape, strict=True))
+                total += math.prod(sizes) * array.dtype.itemsize
             last = at
     return total
 

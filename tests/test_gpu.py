@@ -1,8 +1,6 @@
 """The kernel for NVIDIA GPUs: its results in interpret mode, and programs lowered for CUDA. See gpu_aot.py too."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit
 from lowbit import dispatch, formats
+from lowbit.formats import packed
 from lowbit.formats.blocks import span_of
 from lowbit.kernels import gpu, reference
 from lowbit.kernels.gpu import kernel, tiling
@@ -134,19 +133,87 @@ def test_a_user_defined_format() -> None:
     assert gpu.matmul_fits(Product(normal(2, 3, 64), w, -2, jnp.float32))
 
 
-def test_operands_that_the_kernel_does_not_support_run_without_it(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
-    import new_format
+@formats.stored
+class Array6B(lowbit.QuantizedArray):
+    high: jax.Array
+    packing = {"codes": 2, "high": 4}  # noqa: RUF012
 
-    x, six = normal(0, 3, 64), new_format.Array6B.quantize(normal(1, 64, 32))
-    assert not gpu.matmul_fits(Product(x, six, -2, jnp.float32))  # two components of codes
-    assert CALL not in program_for_cuda(lambda x, w: x @ w, x, six)
+    def levels(self, low, high):
+        return (low | high << 4).astype(jnp.float32) - 32
+
+
+@pytest.mark.parametrize("contract", [-2, -1])
+def test_a_user_defined_format_of_two_components(contract) -> None:
+    low, high = (
+        jax.random.randint(jax.random.key(i), (64, n), 0, 256).astype(jnp.uint8) for i, n in enumerate((20, 10))
+    )
+    w = Array6B.build(shape=(64, 40), dtype=jnp.float32, spans=(32, 1), codes=low, high=high, scales=normal(1, 2, 40))
+    check(normal(2, 3, w.shape[contract], dtype=jnp.bfloat16), w, contract, jnp.bfloat16)
+
+
+def test_operands_that_the_kernel_does_not_support_run_without_it() -> None:
+    x, w = normal(0, 3, 64), lowbit.Array8B.quantize(normal(1, 64, 32))
     shared = lowbit.Array8B.quantize(normal(1, 2, 64, 32), axis=(0, 1))
     assert not gpu.matmul_fits(Product(normal(0, 2, 3, 64), shared, -2, jnp.float32))
-    w = lowbit.Array8B.quantize(normal(1, 64, 32))
+    assert CALL not in program_for_cuda(lambda x, w: x @ w, normal(0, 2, 3, 64), shared)
     assert not gpu.matmul_fits(Product(x.astype(jnp.int32), w, -2, jnp.int32))
     assert not gpu.matmul_fits(Product(x[:0], w, -2, jnp.float32))
-    sys.modules.pop("new_format")
+
+
+# --- declared formats
+
+
+@pytest.fixture
+def declared():
+    """Every layout in the table of formats."""
+    missing = [name for name in packed.LAYOUTS if name not in lowbit.FORMATS]
+    for name in missing:
+        packed.declare(name, packed.LAYOUTS[name], error=1.0)
+    yield
+    for name in missing:
+        del lowbit.FORMATS[name]
+
+
+# Codes in one component and in two, small integers, tables and floats, scales as floats and as codes with a group scale
+# for an axis or for the matrix; the axis of the scales, the summed axis, the dtype, and options.
+DECLARED = [
+    ("q4", -2, -2, jnp.bfloat16, {}),
+    ("q4", -1, -2, jnp.float32, {"block_size": 16}),
+    ("q3", -1, -1, jnp.float16, {}),
+    ("q2", -2, -1, jnp.bfloat16, {}),
+    ("int4", -2, -2, jnp.bfloat16, {"offset": True, "scale_dtype": jnp.bfloat16}),
+    ("int5", -2, -2, jnp.bfloat16, {}),
+    ("int6", -2, -1, jnp.float32, {}),
+    ("fp8", -2, -2, jnp.bfloat16, {}),
+    ("fp8_e5m2", -1, -1, jnp.float16, {"block_size": 64}),
+    ("mxfp4", -1, -1, jnp.bfloat16, {}),
+    ("nvfp4", -2, -2, jnp.bfloat16, {}),
+]
+
+
+@pytest.mark.usefixtures("declared")
+@pytest.mark.parametrize(("format", "axis", "contract", "dtype", "options"), DECLARED)
+def test_declared_formats(format, axis, contract, dtype, options) -> None:
+    k, n = 150, 90
+    w = normal(0, *((k, n) if contract == -2 else (n, k)))
+    w = lowbit.FORMATS[format].quantize(w, axis=axis, search=False, **options)
+    w = w.without_offsets()  # which are a product of their own
+    x = normal(1, 5, k, dtype=dtype)
+    assert gpu.matmul_fits(Product(x, w, contract, dtype))
+    check(x, w, contract, dtype)
+
+
+@pytest.mark.usefixtures("declared")
+def test_a_program_for_cuda_reads_scale_codes_and_adds_offsets() -> None:
+    x, w = normal(0, 4, 192, dtype=jnp.bfloat16), normal(1, 192, 320)
+    q = lowbit.FORMATS["q3"].quantize(w, search=False)
+    text = program_for_cuda(lambda x, q: x @ q, x, q)
+    assert text.count(f"custom_call @{CALL}") == 1 and "192x320x" not in text
+    inside = str(jax.make_jaxpr(kernel.matmul)(Product(x, q, -2, x.dtype)))
+    assert "u8[1,6,320]" in inside and "f32[6,320]" not in inside and "f32[1,6,320]" not in inside  # scales
+    affine = lowbit.FORMATS["int4"].quantize(w, offset=True, search=False)
+    text = program_for_cuda(lambda x, q: x @ q, x, affine)
+    assert text.count(f"custom_call @{CALL}") == 1 and "192x320x" not in text
 
 
 # --- programs

@@ -1,5 +1,6 @@
 """The kernel for TPU without one: its numbers in interpret mode, and when it is chosen. See also tpu_aot.py."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lowbit
 from lowbit import FORMATS
+from lowbit.formats import packed
 from lowbit.kernels import reference, tpu
 from lowbit.kernels.product import Product
 from lowbit.kernels.tpu import kernel, tiling
@@ -44,6 +46,74 @@ def assert_as_reference(x: Any, w: Any, contract: int, dtype: Any, sizes: Any = 
     off = np.abs(np.asarray(y, np.float64) - np.asarray(want, np.float64))
     size = np.abs(np.asarray(want)) * float(jnp.finfo(dtype).eps) / 2 + 1e-5 * np.abs(np.asarray(want)).max()
     assert (off <= size).all(), (off / size).max()
+
+
+@pytest.fixture
+def declared() -> Iterator[None]:
+    """Every layout in the table of formats."""
+    missing = [name for name in packed.LAYOUTS if name not in FORMATS]
+    for name in missing:
+        packed.declare(name, packed.LAYOUTS[name], error=1.0)
+    yield
+    for name in missing:
+        del FORMATS[name]
+
+
+# Codes in one component and in two, small integers, tables and floats, scales as floats and as codes with a group scale
+# for an axis or for the matrix; the axis of the scales, the summed axis, the dtype, and options.
+DECLARED = [
+    ("q4", -2, -2, jnp.bfloat16, {}),
+    ("q4", -2, -1, jnp.float32, {}),
+    ("q4", -1, -2, jnp.bfloat16, {"block_size": 16}),
+    ("q4", -1, -1, jnp.bfloat16, {}),
+    ("q4", -2, -2, jnp.float32, {"block_size": -1}),
+    ("q3", -2, -2, jnp.float32, {}),
+    ("q3", -1, -1, jnp.bfloat16, {}),
+    ("q2", -2, -1, jnp.bfloat16, {}),
+    ("int4", -2, -2, jnp.bfloat16, {"offset": True}),
+    ("int4", -1, -1, jnp.float32, {"scale_dtype": jnp.bfloat16}),
+    ("int5", -2, -2, jnp.bfloat16, {}),
+    ("int5", -1, -1, jnp.float32, {"offset": True, "scale_dtype": jnp.float16}),
+    ("int6", -2, -1, jnp.bfloat16, {}),
+    ("fp8", -2, -2, jnp.bfloat16, {}),
+    ("fp8", -1, -2, jnp.float32, {"block_size": 128}),
+    ("fp8_e5m2", -1, -1, jnp.bfloat16, {}),
+    ("mxfp4", -2, -2, jnp.float32, {}),
+    ("nvfp4", -2, -2, jnp.bfloat16, {}),
+    ("nvfp4", -1, -1, jnp.float32, {}),
+]
+
+
+@pytest.mark.usefixtures("declared")
+@pytest.mark.parametrize(
+    ("format", "axis", "contract", "dtype", "options"), DECLARED if HALF is None else DECLARED[1 - HALF :: 2]
+)
+def test_declared_formats_equal_the_reference(format: str, axis: Any, contract: int, dtype: Any, options: Any) -> None:
+    k, n = 330, 200
+    w = jax.random.normal(jax.random.key(0), (k, n) if contract == -2 else (n, k))
+    w = FORMATS[format].quantize(w, axis=axis, search=False, **options)
+    w = w.without_offsets()  # which are a product of their own
+    x = jax.random.normal(jax.random.key(1), (5, k), dtype)
+    assert tpu.matmul_fits(Product(x, w, contract, dtype))
+    assert_as_reference(x, w, contract, dtype)
+
+
+@pytest.mark.usefixtures("declared")
+def test_blocks_along_two_axes() -> None:
+    k, n = 330, 200
+    w = FORMATS["fp8"].quantize(jax.random.normal(jax.random.key(0), (k, n)), axis=-2)
+    scales = jnp.array([[1.0, -2.0], [0.5, 3.0], [1.5, 0.1]])
+    w = w.reshaped((k, n), (128, 128), scales=scales)
+    assert_as_reference(jax.random.normal(jax.random.key(1), (5, k), jnp.bfloat16), w, -2, jnp.bfloat16)
+
+
+@pytest.mark.usefixtures("declared")
+def test_a_format_of_integers_has_fast_products_by_blocks() -> None:
+    w = FORMATS["q4"].quantize(jax.random.normal(jax.random.key(0), (330, 200)), axis=-2, search=False)
+    x = jax.random.normal(jax.random.key(1), (5, 330))
+    tops = jnp.abs(x).max(-1, keepdims=True) / 127
+    want = reference.matmul(Product(jnp.round(x / tops) * tops, w, -2, jnp.float32))
+    assert_close(run(x, w, -2, arithmetic="fast"), want, 1e-5)
 
 
 EVERY = [(-2, jnp.bfloat16), (-2, jnp.float32), (-1, jnp.float32), (-1, jnp.bfloat16)]

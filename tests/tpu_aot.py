@@ -15,12 +15,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import lowbit
 from lowbit import FORMATS, QuantizedArray
+from lowbit.formats import packed
 from lowbit.kernels.product import Product
 from lowbit.kernels.tpu import kernel, tiling
 
 P = PartitionSpec
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 ALL = os.environ.get("LOWBIT_TEST_LAYOUTS", "all") == "all"
+for name, layout in packed.LAYOUTS.items():
+    if name not in FORMATS:
+        packed.declare(name, layout, error=1.0)
 
 
 def mesh_of(chip: str, devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
@@ -79,10 +83,27 @@ def test_every_format_and_direction(chip: str, format: str, contract: int) -> No
             assert_in_the_kernel(product(mesh, format, contract, m, k, n, jnp.bfloat16), k, n)
 
 
+@pytest.mark.parametrize("contract", [-2, -1])
+@pytest.mark.parametrize("chip", TOPOLOGIES if ALL else ["v5e", "tpu7x"])
+def test_offsets_and_scale_codes(chip: str, contract: int) -> None:
+    mesh = mesh_of(chip, 1)
+    text = product(mesh, "int4", contract, 16, 4096, 11008, jnp.bfloat16, offset=True, scale_dtype=jnp.bfloat16)
+    assert_in_the_kernel(text, 4096, 11008)
+    text = product(mesh, "q4", contract, 16, 4096, 11008, jnp.bfloat16, block_size=16)
+    assert_in_the_kernel(text, 4096, 11008)
+    if jax.device_count() == 1:  # no decoded scales
+        assert not re.search(r"f32\[(?:\d+,)?(?:256,11008|11008,256)\]", text)
+    # Scales across the summed axis, as in the gradient of a product.
+    w = weight("q3", (4096, 11008) if contract == -2 else (11008, 4096), -3 - contract)
+    fn = multiply if contract == -2 else lambda x, w: x @ w.T
+    text = compiled(fn, shaped(mesh, jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)), shaped(mesh, w))
+    assert_in_the_kernel(text, 4096, 11008)
+
+
 @pytest.mark.parametrize("chip", ["v5e", "v6e", "v5p"])
 def test_integers_on_the_matrix_unit(chip: str) -> None:
     with lowbit.compute("fast"):
-        for format in ("int8", "nf4"):
+        for format in ("int8", "nf4", "q4"):
             text = product(mesh_of(chip, 1), format, -2, 16, 4096, 4096, jnp.bfloat16)
             assert_in_the_kernel(text, 4096, 4096)
             assert "s8[1,16,4096]" in text  # the activations

@@ -20,11 +20,10 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def matmul_fits(product: Product) -> bool:
-    """Whether the kernel takes this product: one component of codes in bytes, and matrices that do not share scales."""
+    """Whether the kernel takes this product: codes in bytes, and matrices that do not share scales."""
     x, w = product.x, product.w
     return (
-        [*w.packing] == ["codes"]
-        and w.codes.dtype in (jnp.int8, jnp.uint8)
+        all(getattr(w, name).dtype in (jnp.int8, jnp.uint8) for name in w.packing)
         and x.dtype in _FLOATS
         and product.dtype in _FLOATS
         and x.size > 0

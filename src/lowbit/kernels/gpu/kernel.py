@@ -23,14 +23,16 @@ from lowbit.formats.blocks import WHOLE, span_of
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime._compat import varying_like
 
-from .._tiles import layer_numbers, planes
+from .._tiles import joined_codes, layer_numbers, matrices, planes, scale_components
 from ..product import Product
 from .tiling import Tile, Tiling, split, tiling_for
 
 
 def matmul(product: Product, *, tile: Tile | None = None, interpret: bool = False) -> jax.Array:
     """Run the product; `tile` overrides the sizes. `interpret` runs it in JAX on any platform."""
-    x, w = product.x, product.w.plain()
+    x, w = product.x, product.w
+    # Scales are decoded where they are used, if the format can decode a tile of them.
+    w = w if scale_components(w) else w.plain()
     product = replace(product, w=w)
     count, m, n, dtype = math.prod(product.batch), math.prod(product.rows), product.n, product.dtype
     tiling = tiling_for(product, tile)
@@ -48,8 +50,8 @@ def matmul(product: Product, *, tile: Tile | None = None, interpret: bool = Fals
     y = call(
         layer_numbers(w),
         x.reshape(count, m, product.k),
-        w.codes.reshape(-1, *w.codes.shape[-2:]),
-        lax.stop_gradient(w.scale_values()).reshape(-1, *w.scales.shape[-2:]),
+        *(matrices(getattr(w, name)) for name in w.packing),
+        *(matrices(lax.stop_gradient(getattr(w, name))) for name in scale_components(w)),
         *([] if tiling.table is None else [jnp.asarray(tiling.table)]),
     )
     return (y[0] if tile.splits == 1 else y.sum(0).astype(dtype)).reshape(product.shape)
@@ -64,12 +66,13 @@ def _side_by_side(planes: list[jax.Array]) -> jax.Array:
     return planes[0].reshape(rows, width)
 
 
-def _levels(w: QuantizedArray, packed: jax.Array, table: Any = None) -> jax.Array:
+def _levels(w: QuantizedArray, tiles: list[jax.Array], table: Any = None) -> jax.Array:
     """Decode a tile of bytes by the format's arithmetic, or by a table of the levels of all codes."""
-    unpacked = planes(packed, w.packing["codes"])
+    packing = list(w.packing.values())
+    unpacked = planes(tiles, packing)
     if table is None:
-        return _side_by_side([w.levels(plane) for plane in unpacked])
-    return _side_by_side([triton.load(table.at[plane & table.shape[0] - 1]) for plane in unpacked])
+        return _side_by_side([w.levels(*codes) for codes in unpacked])
+    return _side_by_side([triton.load(table.at[joined_codes(codes, packing)]) for codes in unpacked])
 
 
 def _load(ref: Any, lead: Any, rows: Any, columns: Any) -> Any:
@@ -78,19 +81,31 @@ def _load(ref: Any, lead: Any, rows: Any, columns: Any) -> Any:
     return triton.load(ref.at[lead, rows[:, None], columns[None, :]], mask=inside, other=0)
 
 
+def _scales(w: QuantizedArray, refs: Any, lead: Any, at: tuple[Any, Any]) -> Any:
+    """The scales of these stored rows and columns, decoded; of size 1 on the axes that share one."""
+    first = jnp.zeros((1,), jnp.int32)
+    spans = span_of(w.spans, -2), span_of(w.spans, -1)
+    places = [first if span == WHOLE else i // span for i, span in zip(at, spans, strict=True)]
+    found = {}
+    for (name, wholes), ref in zip(scale_components(w).items(), refs, strict=True):
+        rows, columns = (first if whole else i for i, whole in zip(places, wholes, strict=True))
+        found[name] = _load(ref, lead, rows, columns)
+    return w.replace(**found).scale_values()
+
+
 def _kernel(
     layers: Any,
     x: Any,
-    codes: Any,
-    scales: Any,
     *refs: Any,
     w: QuantizedArray,
     contract: int,
     tiling: Tiling,
     precision: Any,
 ) -> None:
-    (*table, y), tile = refs, tiling.tile
-    (_, m, k), n, per_byte = x.shape, y.shape[-1], w.packing["codes"]
+    tile = tiling.tile
+    codes, scales = refs[: len(w.packing)], refs[len(w.packing) :][: len(scale_components(w))]
+    *table, y = refs[len(codes) + len(scales) :]
+    (_, m, k), n, per_byte = x.shape, y.shape[-1], min(w.packing.values())
     place, of = pl.program_id(0), (-(-m // tile.rows), -(-n // tile.columns), tile.splits)
     # Rows vary fastest: programs that share codes run at the same time.
     row, column = place % of[0], place // of[0] % of[1]
@@ -100,25 +115,23 @@ def _kernel(
     columns = column * tile.columns + jnp.arange(tile.columns)
     spans = span_of(w.spans, -2), span_of(w.spans, -1)
 
-    def scale(r: Any, c: Any) -> Any:
-        """The scales of these stored rows and columns, with size 1 on the axes that share one."""
-        r, c = (jnp.zeros((1,), jnp.int32) if s == WHOLE else i // s for i, s in zip((r, c), spans, strict=True))
-        return _load(scales, layer, r, c)
-
     def of_columns(first: Any) -> Any:
         """The scale of each result, from this k on."""
         k = first + jnp.arange(1)
-        found = scale(k, columns) if contract == -2 else scale(columns, k)
+        found = _scales(w, scales, layer, (k, columns) if contract == -2 else (columns, k))
         return found.reshape(1, found.size)
 
     def step(i: Any, sums: Any) -> Any:
         ks = i * tile.depth + jnp.arange(tile.depth)
         r, c = (ks, columns) if contract == -2 else (columns, ks)
         bytes_ = c.size // per_byte
-        packed = _load(codes, layer, r, (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_))
-        weights = _levels(w, packed, *table)
+        at = (column if contract == -2 else i) * bytes_ + jnp.arange(bytes_)
+        # Where a byte of one component goes with several of another, it is loaded for each, from the cache.
+        components = zip(codes, w.packing.values(), strict=True)
+        tiles = [_load(ref, layer, r, at // (count // per_byte)) for ref, count in components]
+        weights = _levels(w, tiles, *table)
         if not tiling.after:
-            weights = weights * scale(r, c)
+            weights = weights * _scales(w, scales, layer, (r, c))
         some = _load(x, batch, rows, ks).astype(tiling.unit)
         dims = (((1,), (contract + 2,)), ((), ()))
         product = sum(

@@ -20,6 +20,7 @@ from jax import lax
 from lowbit.formats.blocks import span_of
 from lowbit.formats.quantized import QuantizedArray
 
+from .._tiles import constant, level_table
 from ..product import Product
 
 
@@ -42,7 +43,7 @@ def tile_for(m: int, w: QuantizedArray, contract: int, unit: Any, terms: int) ->
     - What a thread holds of results and of weights fits its 255 registers.
     - Where tiles are too few to keep memory busy, programs share k, if their sums weigh little beside the codes.
     """
-    n, k, per_byte = w.shape[-3 - contract], w.shape[contract], w.packing["codes"]
+    n, k, per_byte = w.shape[-3 - contract], w.shape[contract], min(w.packing.values())
     rows = min(max(1 << (m - 1).bit_length(), 16), 256)
     span = span_of(w.spans, contract)
     wide = unit == jnp.float32 or span % 32  # more registers for a weight: float32, or scaled and split
@@ -83,12 +84,10 @@ class Tiling:
 def tiling_for(product: Product, tile: Tile | None = None) -> Tiling:
     """The tiling of a product; `tile` overrides the sizes."""
     w, contract, unit = product.w, product.contract, product.x.dtype
-    codes = np.arange(2 ** (8 // w.packing["codes"]), dtype=np.int32)
-    codes = np.where(codes < 128, codes, codes - 256) if w.codes.dtype == jnp.int8 else codes
-    with jax.ensure_compile_time_eval():
-        levels = np.asarray(w.levels(jnp.asarray(codes)))
+    levels = level_table(w)
     # Decoding of many operations costs more than a look into the first-level cache.
-    long = len(jax.make_jaxpr(w.levels)(codes).eqns) > 8
+    codes = [jax.ShapeDtypeStruct((1, 1), jnp.int32)] * len(w.packing)
+    long = len(jax.make_jaxpr(w.levels)(*codes).eqns) > 8
     # One scale for a step, of any depth that `tile_for` gives. WHOLE is 0.
     after = span_of(w.spans, contract) % (tile.depth if tile else 32) == 0
     terms = _terms_needed(levels, unit, product.dtype, after)
@@ -105,12 +104,13 @@ def _terms_needed(levels: np.ndarray, unit: Any, dtype: Any, bare: bool) -> int:
     limit = float(jnp.finfo(dtype).eps) / 16
     if not bare:  # a weight of any size, which float16 may not have
         return 0 if unit == jnp.float16 else 2 if limit > 2**-16 else 3
-    with jax.ensure_compile_time_eval():
-        for count in (1, 2, 3):
-            near = sum(np.asarray(term, np.float64) for term in split(jnp.asarray(levels), unit, count))
-            if np.all(np.abs(near - levels) <= limit * np.abs(levels)):
-                return count
-    return 0
+    known = np.isfinite(levels)
+
+    def is_near(count: int) -> bool:
+        near = sum(np.asarray(term, np.float64) for term in split(jnp.asarray(levels), unit, count))
+        return bool(np.all(np.abs(near - levels)[known] <= limit * np.abs(levels[known])))
+
+    return constant(lambda: next((count for count in (1, 2, 3) if is_near(count)), 0))
 
 
 def split(values: jax.Array, unit: Any, count: int) -> list[jax.Array]:

@@ -16,9 +16,9 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def matmul_fits(product: Product) -> bool:
-    """Whether the kernel takes it: one component of codes, matrices that share no scales, blocks that fill chunks."""
+    """Whether the kernel takes it: matrices that share no scales, blocks that fill chunks."""
     x, w = product.x, product.w
-    if len(w.packing) > 1 or x.dtype not in _FLOATS or product.dtype not in _FLOATS or 0 in (*x.shape, *w.shape):
+    if x.dtype not in _FLOATS or product.dtype not in _FLOATS or 0 in (*x.shape, *w.shape):
         return False
     rows, columns = span_of(w.spans, -2), span_of(w.spans, -1)
     apart = all(span_of(w.spans, axis) == 1 for axis in range(-len(w.spans), -2))

@@ -9,23 +9,26 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
+from .decode import lookup_table
 from .tiling import LANES, SUBLANES, Tiling, round_up
 
 
 def in_specs(tiling: Tiling) -> list[pl.BlockSpec]:
-    """Of codes, scales and x; and, where x is in 8 bits, of the factors of its rows."""
+    """Of each component of codes, scales or what they are decoded from, a table, x, and the factors of its rows."""
     sizes, (rows, columns) = tiling.sizes, tiling.tile
 
     def codes(b: Any, m: Any, n: Any, k: Any, layers: Any) -> Any:
         return layers[b], *tiling.stored(n, k)
 
-    specs = [
-        pl.BlockSpec((1, rows, columns // tiling.per_byte), codes),
-        _scale_spec(tiling),
-        pl.BlockSpec((1, sizes.m, sizes.k), lambda b, m, n, k, layers: (b, m, k)),
-    ]
+    table = lookup_table(tiling)
     factors = pl.BlockSpec((1, sizes.m, 1), lambda b, m, n, k, layers: (b, m, 0))
-    return [*specs, factors] if tiling.fast else specs
+    return [
+        *(pl.BlockSpec((1, rows, columns // per_byte), codes) for per_byte in tiling.packing),
+        *_scale_specs(tiling),
+        *([] if table is None else [pl.BlockSpec(table.shape, lambda *at: (0, 0))]),
+        pl.BlockSpec((1, sizes.m, sizes.k), lambda b, m, n, k, layers: (b, m, k)),
+        *([factors] if tiling.fast else []),  # where x is in 8 bits
+    ]
 
 
 def out_spec(tiling: Tiling) -> pl.BlockSpec:
@@ -68,20 +71,28 @@ def scale_windows(tiling: Tiling) -> tuple[Window, Window]:
             return Window(unit, cover // tile, tile)
         return Window(round_up(-(-tile * count // span), unit), 0, tile)
 
-    rows, columns = map(window, tiling.tile, tiling.spans, steps, (SUBLANES, LANES))
+    # Codes of 8 bits fill a sublane by fours.
+    sublanes = 4 * SUBLANES if tiling.coded else SUBLANES
+    rows, columns = map(window, tiling.tile, tiling.spans, steps, (sublanes, LANES))
     return rows, columns
 
 
-def _scale_spec(tiling: Tiling) -> pl.BlockSpec:
+def _scale_specs(tiling: Tiling) -> list[pl.BlockSpec]:
     sizes = tiling.sizes
     if tiling.folded == "x":
-        return pl.BlockSpec((1, 1, sizes.k), lambda b, m, n, k, layers: (layers[b], 0, k))
+        return [pl.BlockSpec((1, 1, sizes.k), lambda b, m, n, k, layers: (layers[b], 0, k))]
     if tiling.folded == "y":
-        return pl.BlockSpec((1, 1, sizes.n), lambda b, m, n, k, layers: (layers[b], 0, n))
-    rows, columns = scale_windows(tiling)
+        return [pl.BlockSpec((1, 1, sizes.n), lambda b, m, n, k, layers: (layers[b], 0, n))]
+    windows = scale_windows(tiling)
 
-    def index(b: Any, m: Any, n: Any, k: Any, layers: Any) -> Any:
-        row, column = tiling.stored(n, k)
-        return layers[b], rows.index(row), columns.index(column)
+    def spec(wholes: tuple[bool, bool]) -> pl.BlockSpec:
+        """Of a component that has one element along some axes, for which nothing moves."""
 
-    return pl.BlockSpec((1, rows.length, columns.length), index)
+        def index(b: Any, m: Any, n: Any, k: Any, layers: Any) -> Any:
+            steps = zip(windows, tiling.stored(n, k), wholes, strict=True)
+            return layers[b], *(0 if whole else window.index(step) for window, step, whole in steps)
+
+        lengths = (1 if whole else window.length for window, whole in zip(windows, wholes, strict=True))
+        return pl.BlockSpec((1, *lengths), index)
+
+    return [spec(wholes) for wholes in tiling.coded.values()] if tiling.coded else [spec((False, False))]

@@ -6,11 +6,12 @@ Activations stay where they are from step to step, so that weight, x and y cross
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -19,19 +20,20 @@ from lowbit.formats.blocks import spread
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime._compat import varying_like
 
-from .._tiles import layer_numbers, planes
+from .._tiles import layer_numbers, matrices
 from ..product import Product
 from .blocks import in_specs, out_spec, scale_windows
-from .tiling import LANES, SUBLANES, Sizes, Tiling, tiling_for, vmem
-from .vector import aligned, deinterleaved, interleaved, joined, lanes, repeated_rows, rows, terms
+from .decode import decode, lookup_table
+from .tiling import LANES, Sizes, Tiling, tiling_for, vmem
+from .vector import aligned, deinterleaved, interleaved, joined, lanes, repeated_lanes, repeated_rows, rows, terms
 
 
 def matmul(product: Product, chip: str, *, sizes: Sizes | None = None, interpret: bool = False) -> jax.Array:
     """Run the product on a chip of this kind. `interpret` runs it in JAX on any platform."""
-    w, x = product.w.plain(), product.x
+    x = product.x
     x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # which the chip does not have
     x = x.reshape(math.prod(product.batch), math.prod(product.rows), product.k)
-    kernel = Kernel(w, tiling_for(replace(product, w=w), chip, sizes))
+    kernel = Kernel(product.w, tiling_for(product, chip, sizes))
     return kernel.call(x, interpret=interpret).reshape(product.shape).astype(product.dtype)
 
 
@@ -46,13 +48,7 @@ class Kernel:
         """The product with x of shape (batch, m, k)."""
         w, tiling = self.w, self.tiling
         (batch, m, n, _), sizes = tiling.shape, tiling.sizes
-        codes = w.codes.reshape(-1, *w.codes.shape[-2:])
-        scales = w.scale_values().reshape(-1, *w.scales.shape[-2:])
-        if tiling.folded:
-            scales = spread(scales, tiling.spans, w.stored_shape[-2:]).reshape(scales.shape[0], 1, -1)
-            if scales.shape[-1] == 1:  # one for all
-                scales = jnp.broadcast_to(scales, (scales.shape[0], 1, n))
-        operands = self.quantized(x, scales) if tiling.fast else (x,)
+        decoded = [pltpu.VMEM((1, *(w.length for w in scale_windows(tiling))), jnp.float32)] if tiling.coded else []
         kernel = pl.pallas_call(
             self.step,
             out_shape=varying_like(x, (batch, m, n), tiling.dtype),
@@ -62,7 +58,8 @@ class Kernel:
                 in_specs=in_specs(tiling),
                 out_specs=out_spec(tiling),
                 scratch_shapes=[
-                    pltpu.VMEM((sizes.m, sizes.n), jnp.int32 if tiling.fast and tiling.folded else jnp.float32)
+                    pltpu.VMEM((sizes.m, sizes.n), jnp.int32 if tiling.fast and tiling.folded else jnp.float32),
+                    *decoded,
                 ],
             ),
             compiler_params=pltpu.CompilerParams(
@@ -72,7 +69,23 @@ class Kernel:
             interpret=interpret,
             name="lowbit_matmul",
         )
-        return kernel(layer_numbers(w), codes, scales, *operands)
+        return kernel(layer_numbers(w), *self.operands(x))
+
+    def operands(self, x: jax.Array) -> list[jax.Array]:
+        """What the kernel reads, in the order of `in_specs`."""
+        w, tiling = self.w, self.tiling
+        codes = [matrices(getattr(w, name)) for name in w.packing]
+        if tiling.coded:
+            scales = [matrices(getattr(w, name)) for name in tiling.coded]
+        else:
+            scales = [matrices(w.scale_values())]
+        if tiling.folded:
+            (of,) = scales
+            of = spread(of, tiling.spans, w.stored_shape[-2:]).reshape(of.shape[0], 1, -1)
+            scales = [jnp.broadcast_to(of, (*of.shape[:2], tiling.shape[2])) if of.shape[-1] == 1 else of]
+        table = lookup_table(tiling)
+        table = [] if table is None else [jnp.asarray(table)]
+        return [*codes, *scales, *table, *(self.quantized(x, scales[0]) if tiling.fast else (x,))]
 
     def quantized(self, x: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Activations in 8 bits, and what to multiply each row of the result by."""
@@ -81,7 +94,7 @@ class Kernel:
             x = x * scales[layer_numbers(self.w)]
         tops = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
         codes = jnp.round(x / jnp.where(tops > 0, tops, 1)).astype(jnp.int8)
-        return codes, tops / (self.w.int8_multiplier or 1)
+        return codes, tops / (self.tiling.fast or 1)
 
     # --- scales
 
@@ -93,7 +106,7 @@ class Kernel:
         row, column = in_rows.offset(row), in_columns.offset(column)
         behind = i * tiling.sizes.chunk
         row, column = (row + behind, column) if tiling.contract == -2 else (row, column + behind)
-        (height, columns), (row_span, column_span), per_byte = tiling.chunk, tiling.spans, tiling.per_byte
+        (height, columns), (row_span, column_span), per_byte = tiling.chunk, tiling.spans, tiling.planes
         # All lanes that the chunk needs, from a whole row of lanes on.
         cover = column_span * LANES
         first = column // cover
@@ -114,9 +127,23 @@ class Kernel:
 
     # --- a step
 
-    def step(self, layers: Any, codes: Any, scales: Any, x: Any, *rest: Any) -> None:
+    def decode_scales(self, refs: list[Any], scratch: Any) -> Any:
+        """The scales of a step: as they come, or decoded by the format from the codes of its window."""
+        if not self.tiling.coded:
+            return refs[0]
+        names = self.tiling.coded
+        scratch[0] = self.w.replace(**{name: ref[0] for name, ref in zip(names, refs, strict=True)}).scale_values()
+        return scratch
+
+    def step(self, layers: Any, *refs: Any) -> None:
         del layers
-        *factors, y, total = rest
+        rest = list(refs)
+        codes = [rest.pop(0) for _ in self.tiling.packing]
+        scales = [rest.pop(0) for _ in self.tiling.coded or "1"]
+        table = None if lookup_table(self.tiling) is None else rest.pop(0)
+        scratch = rest.pop() if self.tiling.coded else None
+        x, *factors, y, total = rest
+        scales = self.decode_scales(scales, scratch)
         tiling, sizes = self.tiling, self.tiling.sizes
         at = pl.program_id(2), pl.program_id(3)  # not known inside of the loop
         k = at[1]
@@ -127,7 +154,7 @@ class Kernel:
 
         def add_chunk(i: Any, _: Any) -> None:
             inside = tiling.shape[3] - k * sizes.k - i * sizes.chunk
-            left, right = self.activations(x, scales, i, inside), self.weights(codes, scales, i, at, inside)
+            left, right = self.activations(x, scales, i, inside), self.weights(codes, table, scales, i, at, inside)
             blocks = tiling.blocks
             total[...] += self.by_block(left, right, scales, i, at, inside) if blocks else self.multiply(left, right)
 
@@ -137,7 +164,7 @@ class Kernel:
         def _() -> None:
             result = total[...].astype(jnp.float32) * factors[0][0] if factors else total[...]
             if tiling.contract == -2:
-                result = interleaved(result, tiling.per_byte)
+                result = interleaved(result, tiling.planes)
             y[0] = (result * scales[0] if tiling.folded == "y" else result).astype(y.dtype)
 
     def masked(self, x: jax.Array, axis: int, inside: Any) -> jax.Array:
@@ -156,43 +183,38 @@ class Kernel:
             values = values * scales[0, :, at]
         values = self.masked(values, 1, inside)
         if tiling.contract == -1:
-            values = deinterleaved(values, tiling.per_byte)
+            values = deinterleaved(values, tiling.planes)
         return [values.astype(jnp.int8)] if tiling.fast else terms(values, tiling.x_terms)
 
-    def weights(self, codes: Any, scales: Any, i: Any, at: tuple[Any, Any], inside: Any) -> list[jax.Array]:
+    def weights(
+        self, codes: list[Any], table: Any, scales: Any, i: Any, at: tuple[Any, Any], inside: Any
+    ) -> list[jax.Array]:
         """A chunk of the weight in bfloat16 terms or int8, its planes side by side."""
-        tiling, size, per_byte = self.tiling, self.tiling.sizes.chunk, self.tiling.per_byte
-        if tiling.contract == -2:
-            tile = codes[0, pl.ds(aligned(i * size, LANES), size), :]
-        else:
-            size = size // per_byte
-            tile = codes[0, :, pl.ds(aligned(i * size, LANES), size)]
-        values = [self.levels(plane) for plane in planes(tile, per_byte)]
+        tiling = self.tiling
+        tiles = [self.chunk_bytes(*component, i) for component in zip(codes, tiling.packing, strict=True)]
+        values = decode(self.w, tiling, tiles, table)
         if tiling.fast:
-            unit = self.w.int8_multiplier or 1
-            return [(joined(values) if unit == 1 else jnp.round(joined(values) * unit)).astype(jnp.int8)]
+            return [(joined(values) if tiling.fast == 1 else jnp.round(joined(values) * tiling.fast)).astype(jnp.int8)]
         if tiling.folded is None:
             values = [a * b for a, b in zip(values, self.chunk_scales(scales, i, at), strict=True)]
-            # x is zero there, but a scale may be NaN.
-            axis = 0 if tiling.contract == -2 else 1
+        if tiling.folded is None or not np.isfinite(tiling.levels).all():
+            # x is zero there, but a scale or a level may be NaN.
+            axis, count = 0 if tiling.contract == -2 else 1, tiling.planes
             values = [
-                self.masked(a, axis, inside if axis == 0 else (inside - j + per_byte - 1) // per_byte)
+                self.masked(a, axis, inside if axis == 0 else (inside - j + count - 1) // count)
                 for j, a in enumerate(values)
             ]
         return terms(joined(values), tiling.w_terms)
 
-    def levels(self, codes: jax.Array) -> jax.Array:
-        """The format's levels of codes: by arithmetic if they are integers, else looked up among those of all codes."""
-        if self.w.int8_multiplier == 1 or self.tiling.per_byte == 1:
-            return self.w.levels(codes)
-        known = (1 << 8 // self.tiling.per_byte) - 1
-        table = self.w.levels(lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1) & known)
-        table = jnp.broadcast_to(table[:1], (codes.shape[0], LANES))
-        found = [
-            jnp.take_along_axis(table, codes[:, at : at + LANES], axis=1, mode="promise_in_bounds")
-            for at in range(0, codes.shape[1], LANES)
-        ]
-        return joined(found)
+    def chunk_bytes(self, ref: Any, per_byte: int, i: Any) -> jax.Array:
+        """The bytes of a chunk of one component, repeated where others need more of them."""
+        tiling, size = self.tiling, self.tiling.sizes.chunk
+        if tiling.contract == -2:
+            tile = ref[0, pl.ds(aligned(i * size, LANES), size), :]
+        else:
+            tile = ref[0, :, pl.ds(aligned(i * (size // per_byte), LANES), size // per_byte)]
+        times = per_byte // tiling.planes
+        return repeated_lanes(tile.astype(jnp.int32), times) if times > 1 else tile
 
     def multiply(self, x: list[jax.Array], w: list[jax.Array]) -> jax.Array:
         """The sum of the products of terms, without those that are smaller than the last bit."""

@@ -2,17 +2,21 @@
 
 The matrix unit multiplies bfloat16. What has more bits is split into *terms* of eight bits each, so that a product is
 as exact as its float32 sum: a float32 into three; a decoded weight into two beside activations of bfloat16; levels that
-are integers are one, where one scale covers an axis and can be multiplied into x or y.
+have eight bits are one, where one scale covers an axis and can be multiplied into x or y.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lowbit.formats.blocks import WHOLE, span_of
+from lowbit.formats.quantized import QuantizedArray
 
+from .._tiles import constant, level_table, scale_components
 from ..product import Product
 
 LANES, SUBLANES = 128, 8
@@ -20,6 +24,7 @@ VMEM = {"TPU v5 lite": 128 << 20, "TPU v6 lite": 128 << 20}
 """Bytes of fast memory by the kind of the chip; others have 64 MB."""
 
 _NO_INT8 = ("TPU v4", "TPU7")  # chips whose matrix unit does not multiply integers
+_FEW = 6  # operations that take less than a lookup
 
 
 class Sizes(NamedTuple):
@@ -69,23 +74,35 @@ class Tiling:
     """How a product of known shapes is divided.
 
     - `shape`: matrices in the batch, rows of x, columns of y, length of the summed axis.
+    - `packing`: how many codes a byte of each code component holds.
+    - `levels`: of all codes, as `level_table` has them.
+    - `decoding`: how a tile gets its levels; see decode.py.
     - `spans`: of the scales, along stored rows and columns.
+    - `coded`: the components that scales are decoded from in a step (`scale_components`); none if they are float32.
     - `folded`: "x" or "y" if scales cover one axis and multiply these instead of the weight; None otherwise.
     - `x_terms`, `w_terms`: into how many bfloat16 terms x and w are split.
-    - `fast`: whether integers are multiplied.
+    - `fast`: by what levels are multiplied to be integers, which are then multiplied; None for floats.
     """
 
     sizes: Sizes
     shape: tuple[int, int, int, int]
     contract: int
-    per_byte: int
+    packing: tuple[int, ...]
+    levels: np.ndarray
+    decoding: str
     spans: tuple[int, int]
+    coded: dict[str, tuple[bool, bool]]
     folded: str | None
     x_terms: int
     w_terms: int
-    fast: bool
+    fast: int | None
     dtype: Any
     chip: str
+
+    @property
+    def planes(self) -> int:
+        """How many planes a tile of codes is split into."""
+        return min(self.packing)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -114,30 +131,57 @@ class Tiling:
 
 def tiling_for(product: Product, chip: str, sizes: Sizes | None = None) -> Tiling:
     """The tiling of a product on a chip. x of float16 counts as float32, which it is converted to."""
-    w, contract, fast = product.w, product.contract, product.arithmetic == "fast"
+    w, contract = product.w, product.contract
     shape = (math.prod(product.batch), math.prod(product.rows), product.n, product.k)
     dtype = jnp.bfloat16 if product.dtype == jnp.bfloat16 else jnp.float32
-    per_byte, spans = w.packing["codes"], (span_of(w.spans, -2), span_of(w.spans, -1))
+    packing, spans = tuple(w.packing.values()), (span_of(w.spans, -2), span_of(w.spans, -1))
     # A scale that covers one axis depends on the other alone: it multiplies x or y.
     whole = [axis for axis, span in zip((-2, -1), spans, strict=True) if span == WHOLE]
     folded = None if not whole else "y" if contract in whole else "x"
     narrow = product.x.dtype == jnp.bfloat16
     # Round a bfloat16 weight to bfloat16 only if the result is bfloat16 too.
     rounded = narrow and w.dtype == jnp.bfloat16 and dtype == jnp.bfloat16
-    exact = rounded or (folded and w.int8_multiplier == 1)
+    levels = level_table(w)
+    exact = rounded or (folded and _is_bfloat16(levels))
     # Integers are summed where one scale covers the sum, or block by block of rows.
     sums = folded is not None or (contract == -2 and spans[1] == 1)
+    fast = product.arithmetic == "fast" and sums and not chip.startswith(_NO_INT8)
     _, m, n, k = shape
+    unit = max(packing)
     return Tiling(
-        sizes=sizes or sizes_for(m, k, n, per_byte=per_byte, contract=contract, span=max(spans[0], 1), chip=chip),
+        sizes=sizes or sizes_for(m, k, n, per_byte=unit, contract=contract, span=max(spans[0], 1), chip=chip),
         shape=shape,
         contract=contract,
-        per_byte=per_byte,
+        packing=packing,
+        levels=levels,
+        decoding=_decoding(w, packing, levels),
         spans=spans,
+        coded={} if folded else _coded(w),
         folded=folded,
         x_terms=3 if not narrow else 2 if folded == "x" else 1,
         w_terms=1 if exact else 2 if narrow else 3,
-        fast=fast and sums and w.int8_multiplier is not None and not chip.startswith(_NO_INT8),
+        fast=constant(lambda: w.int8_multiplier) if fast else None,
         dtype=dtype,
         chip=chip,
     )
+
+
+def _decoding(w: QuantizedArray, packing: tuple[int, ...], levels: np.ndarray) -> str:
+    """The way of decode.py that takes the fewest bundles."""
+    codes = [jax.ShapeDtypeStruct((1, 1), jnp.int32)] * len(packing)
+    if len(jax.make_jaxpr(w.levels)(*codes).eqns) <= _FEW or levels.size > LANES:
+        return "arithmetic"
+    if levels.size > 16:
+        return "lanes"
+    if levels.size <= SUBLANES:
+        return "sublanes"
+    return "halves" if packing == (2,) and _is_bfloat16(levels) else "two"
+
+
+def _is_bfloat16(levels: np.ndarray) -> bool:
+    return np.array_equal(levels, levels.astype(jnp.bfloat16), equal_nan=True)
+
+
+def _coded(w: QuantizedArray) -> dict[str, tuple[bool, bool]]:
+    """The components to decode scales from in a step, where they take less memory than float32."""
+    return scale_components(w) if w.scales.dtype in (jnp.uint8, jnp.bfloat16) else {}

@@ -40,6 +40,51 @@ def repeated_rows(x: jax.Array, times: int) -> jax.Array:
     return wide.reshape(x.shape[0] * times, x.shape[1])
 
 
+_ALONG_LANES = lax.GatherDimensionNumbers(
+    offset_dims=(),
+    collapsed_slice_dims=(1,),
+    start_index_map=(1,),
+    operand_batching_dims=(0,),
+    start_indices_batching_dims=(0,),
+)
+
+
+def gathered(x: jax.Array, lane: jax.Array) -> jax.Array:
+    """`jnp.take_along_axis` for 128 lanes, without its care for negative indices, which takes as many bundles."""
+    return lax.gather(x, lane[..., None], _ALONG_LANES, (1, 1), mode="promise_in_bounds")
+
+
+_ALONG_SUBLANES = lax.GatherDimensionNumbers(
+    offset_dims=(),
+    collapsed_slice_dims=(1,),
+    start_index_map=(1,),
+    operand_batching_dims=(0, 2),
+    start_indices_batching_dims=(0, 2),
+)
+
+
+def from_sublanes(table: jax.Array, index: jax.Array) -> jax.Array:
+    """`table[index]` for a table of 8 words, each the same in all lanes."""
+    index = index.reshape(index.shape[0] // SUBLANES, SUBLANES, index.shape[1])
+    tables = jnp.broadcast_to(jnp.concatenate([table] * (index.shape[2] // LANES), axis=1), index.shape)
+    found = lax.gather(tables, index[..., None], _ALONG_SUBLANES, (1, 1, 1), mode="promise_in_bounds")
+    return found.reshape(-1, index.shape[2])
+
+
+def repeated_lanes(x: jax.Array, times: int) -> jax.Array:
+    """Repeat each lane, for a power of two."""
+    if times == 1:
+        return x
+    lane = lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1) // times
+    groups = range(x.shape[1] * times // LANES)
+    return joined(
+        [
+            gathered(x[:, g // times * LANES : (g // times + 1) * LANES], lane + g % times * (LANES // times))
+            for g in groups
+        ]
+    )
+
+
 def lanes(x: jax.Array, index: jax.Array) -> jax.Array:
     """`x[:, index]` for an index of 128 lanes. The chip gathers inside of 128 lanes, so each 128 are tried."""
     count = x.shape[0]
@@ -48,7 +93,7 @@ def lanes(x: jax.Array, index: jax.Array) -> jax.Array:
     lane, group = (jnp.broadcast_to(i, (x.shape[0], LANES)) for i in (index & LANES - 1, index >> 7))
     found = None
     for start in range(0, x.shape[1], LANES):
-        here = jnp.take_along_axis(x[:, start : start + LANES], lane, axis=1, mode="promise_in_bounds")
+        here = gathered(x[:, start : start + LANES], lane)
         found = here if found is None else jnp.where(group == start // LANES, here, found)
     assert found is not None
     return found[:count]
