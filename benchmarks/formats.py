@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4, offset, 16-bit": ("int4", {"scale_dtype": "float16", "offset": True}),
     "int4, not searched": ("int4", {"search": False}),
     "int8, blocks of 32": ("int8", {"block_size": 32}),
+    "int8, blocks of 32, 16-bit scales": ("int8", {"block_size": 32, "scale_dtype": "float16"}),
     "nf4, double_quant": ("nf4", {"double_quant": True}),
 }
 TYPES = (

@@ -39,12 +39,25 @@ LOWBIT_INLINE void add_code(const D& decoder, I& sum, Bytes codes, I x) {
   }
 }
 
+// The same for two bytes and two x: products of small levels are added in 16 bits.
+template <int i, typename D>
+LOWBIT_INLINE void add_two(const D& decoder, I& sum, Bytes a, I xa, Bytes b, I xb) {
+#if defined(LOWBIT_AVX2)
+  if constexpr (D::kSmall) {
+    const Words words = small_dots(decoder.template bytes<i>(a), xa) + small_dots(decoder.template bytes<i>(b), xb);
+    add_pair_dots(sum, reinterpret_cast<Bytes>(words), I{} + 0x00010001);
+    return;
+  }
+#endif
+  add_code<i>(decoder, sum, a, xa);
+  add_code<i>(decoder, sum, b, xb);
+}
+
 template <bool kFirst, bool kLast, int i = 0, typename D>
 LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, I xa, I xb, const FastSums& to, int64_t at) {
   if constexpr (i < D::kPerByte) {
     I sum = kFirst ? I{} + to.seed : load_as<I>(to.partial + at);
-    add_code<i>(decoder, sum, a, xa);
-    add_code<i>(decoder, sum, b, xb);
+    add_two<i>(decoder, sum, a, xa, b, xb);
     if (kLast) {
       F scale = broadcast(to.x_scale);
       if (to.scales != nullptr) scale *= load(to.scales + at);

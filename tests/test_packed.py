@@ -49,6 +49,14 @@ def test_small_floats_are_those_of_the_standard(floats: levels.Floats, dtype: An
     np.testing.assert_array_equal(got, x.astype(dtype).astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "known", [packed.SIGNED8, packed.E8M0, packed.E4M3, packed.E5M2, packed.E2M1, packed.LAYOUTS["q3"].levels]
+)
+def test_the_table_of_levels_is_what_codes_decode_to(known: levels.Levels) -> None:
+    codes = np.arange(2**known.bits, dtype=np.uint8)
+    np.testing.assert_array_equal(known.table, np.asarray(known.decode(jnp.asarray(codes))))
+
+
 def test_tables_that_mean_nothing_raise() -> None:
     for values, message in [
         ((0, 1, 1, 2), "level 1 is 1 and level 2 is 1"),
@@ -292,3 +300,17 @@ def test_a_layout_of_your_own() -> None:
         assert q.format is FORMATS["own"] and "PackedArray('own', shape=(64, 8)" in repr(q)
     finally:
         del FORMATS["own"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_int8_with_narrow_scales_rounds_by_the_scales_that_it_stores(dtype: str) -> None:
+    w = normal(256, 512)
+    q = lowbit.quantize(w, "int8", block_size=32, scale_dtype=dtype)
+    assert q.scales.dtype == dtype and 8 * q.nbytes / q.size == 8.5
+    assert float(jnp.sum((q.materialize() - w) ** 2) / jnp.sum(w**2)) <= 3e-5
+    values = np.asarray(q.scale_values()).repeat(32, 0)
+    np.testing.assert_array_equal(q.codes, np.clip(np.rint(np.asarray(w) / values), -127, 127))
+    assert_close(normal(3, 256, seed=1) @ q, normal(3, 256, seed=1) @ q.materialize())
+    if dtype == "float16":
+        with pytest.raises(ValueError, match=r"scale_dtype=float16 cannot hold the scales of 'int8' .* pass scale"):
+            lowbit.quantize(w * 1e8, "int8", scale_dtype=dtype)

@@ -56,7 +56,7 @@ class QuantizationConfig:
     - `offset`: int2 to int6 with an offset for each block, so that levels need not be symmetric around 0.
     - `search`: whether to search for the scales with the least error; False takes the largest magnitude of each block.
       None is the default of the format: q2 to q4 and int2 to int6 search along a single axis.
-    - `scale_dtype`: the dtype of the scales of int2 to int6 and fp8: "float32" (the default), "bfloat16" or "float16".
+    - `scale_dtype`: the dtype of the scales of int2 to int8 and fp8: "float32" (the default), "bfloat16" or "float16".
     - `use_kernel`, `compute`: stored with the array; the settings of the same names take precedence.
 
     >>> import jax.numpy as jnp, lowbit

@@ -97,10 +97,18 @@ def finite_or_nan(scales: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
 
 
-def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str) -> None:
-    """Outside of a trace, raise if a scale is NaN, with the position of the first bad value."""
+def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str, scale_dtype: Any = np.float32) -> None:
+    """Outside of a trace, raise if a scale is NaN, with the position of the first bad value.
+
+    NaN scales of a finite array are those that `scale_dtype` cannot hold.
+    """
     if isinstance(scales, Tracer) or not bool(jnp.isnan(scales).any()):
         return
+    if scale_dtype != np.float32 and bool(jnp.isfinite(array).all()):
+        raise ValueError(
+            f"scale_dtype={scale_dtype} cannot hold the scales of {format!r} for an array with values up to "
+            f"{float(jnp.abs(array).max()):g}: pass scale_dtype='float32'."
+        )
     # A float64 value beyond the range of float32 is finite, but its scale is not.
     with np.errstate(over="ignore"):
         bad = ~np.isfinite(np.asarray(array).astype(np.float32))

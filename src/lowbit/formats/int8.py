@@ -25,6 +25,7 @@ from ._inputs import (
     raise_if_not_finite,
 )
 from .blocks import block_max, spread
+from .components import checked_scale_dtype
 from .quantized import QuantizedArray, stored
 from .table import Format, register_format
 
@@ -43,20 +44,29 @@ class Array8B(QuantizedArray):
 
     @classmethod
     def quantize(
-        cls, array: Any, *, axis: Any = None, dtype: Any = None, block_size: int | None = None, scale: Any = None
+        cls,
+        array: Any,
+        *,
+        axis: Any = None,
+        dtype: Any = None,
+        block_size: int | None = None,
+        scale_dtype: Any = None,
+        scale: Any = None,
     ) -> Self:
         """Quantize a dense array.
 
         - `axis`: the axis or axes along which one scale is shared; default -2, the one that `x @ w` contracts.
         - `block_size`: one scale for each block of that many elements along `axis`, along each of several.
         - `dtype`: the dtype of the array; default that of the input.
+        - `scale_dtype`: of the scales: float32 (the default), bfloat16 or float16.
         - `scale`: the scales to round by instead of max |w| / 127; codes are clipped to +-127.
         """
         array = checked_input(array, "int8")
         dtype = checked_dtype(dtype, array, "int8")
         spans = axis_spans(array.shape, axis, checked_block_size(block_size))
-        codes, scales = _encode(array, spans, checked_scale(scale, array.shape, spans, "int8"))
-        raise_if_not_finite(array, scales, "int8")
+        narrow = checked_scale_dtype(scale_dtype or np.float32, "int8")
+        codes, scales = _encode(array, spans, checked_scale(scale, array.shape, spans, "int8"), narrow)
+        raise_if_not_finite(array, scales, "int8", narrow)
         return cls.build(codes=codes, scales=scales, shape=array.shape, dtype=dtype, spans=spans)
 
     @property
@@ -71,8 +81,17 @@ class Array8B(QuantizedArray):
         return codes[0].astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnums=1)
-def _encode(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnums=(1, 3))
+def _encode(
+    array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = None, scale_dtype: Any = np.float32
+) -> tuple[jax.Array, jax.Array]:
+    if scale_dtype != np.float32:  # round by the scales that are stored
+        array = jax.lax.stop_gradient(array)
+        wide = _scale_of_max(block_max(array.astype(jnp.float32), spans)) if scale is None else scale
+        stored = wide.astype(scale_dtype)
+        fits = jnp.isfinite(stored) & ((stored != 0) | (wide == 0))
+        codes, scales = _by_jax(array, spans, jnp.where(fits, stored.astype(jnp.float32), jnp.nan))
+        return codes, scales.astype(scale_dtype)
     if scale is not None:
         return _by_jax(jax.lax.stop_gradient(array), spans, scale)
     return encode("encode", partial(_by_jax, spans=spans), array, spans=spans, format="int8")
@@ -93,5 +112,14 @@ def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = 
 
 
 INT8 = register_format(
-    Format("int8", Array8B.quantize, error=0.0087, bits=8.0, blocked=False, top=127, scale_of_max=_scale_of_max)
+    Format(
+        "int8",
+        Array8B.quantize,
+        error=0.0087,
+        bits=8.0,
+        blocked=False,
+        options=frozenset({"scale_dtype"}),
+        top=127,
+        scale_of_max=_scale_of_max,
+    )
 )

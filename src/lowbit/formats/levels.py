@@ -27,11 +27,12 @@ class Levels:
         """The uint8 codes of the levels nearest to float32 values; those beyond the range are clipped."""
         raise NotImplementedError
 
+    # Without JAX: formats are declared when the package is imported, before a backend may be chosen, and a mesh around
+    # may be of devices that are not here.
     @functools.cached_property
     def table(self) -> np.ndarray:
-        """The level of each code."""
-        with jax.ensure_compile_time_eval():
-            return np.asarray(self.decode(jnp.arange(2**self.bits, dtype=jnp.uint8)))
+        """The level of each code, as float32."""
+        raise NotImplementedError
 
     @property
     def largest(self) -> float:
@@ -68,10 +69,9 @@ class Integers(Levels):
         codes = jnp.clip(jnp.round(values) + self.zero, 0, 2**self.bits - 1)
         return jnp.nan_to_num(codes).astype(jnp.uint8)
 
-    # Without JAX, since formats are declared when the package is imported, before a backend may be chosen.
-    @property
-    def largest(self) -> float:
-        return float(max(self.zero, 2**self.bits - 1 - self.zero))
+    @functools.cached_property
+    def table(self) -> np.ndarray:
+        return np.arange(2**self.bits, dtype=np.float32) - self.zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Table(Levels):
     def nearest(self, values: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, [(values >= m).astype(jnp.uint8) for m in self.middle])
 
-    @property
-    def largest(self) -> float:
-        return float(max(map(abs, self.values)))
+    @functools.cached_property
+    def table(self) -> np.ndarray:
+        return np.array(self.values, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +160,16 @@ class Floats(Levels):
             return 2 ** (self.bits - 1)
         return 2 ** (self.bits - 1) - 1 if self.reserved else None
 
-    @property
-    def largest(self) -> float:
-        top = self._magnitudes - 1
-        exponent, fraction = top >> self.mantissa, top & (2**self.mantissa - 1)
-        return (fraction + 2**self.mantissa) * 2.0 ** (exponent - self.bias - self.mantissa)
+    @functools.cached_property
+    def table(self) -> np.ndarray:
+        codes = np.arange(2**self.bits)
+        magnitude = codes & 2 ** (self.bits - 1) - 1
+        exponent, fraction = magnitude >> self.mantissa, magnitude & 2**self.mantissa - 1
+        fraction = np.where(exponent > 0, fraction + 2**self.mantissa, fraction)
+        value = fraction * 2.0 ** (np.maximum(exponent, 1) - self.bias - self.mantissa)
+        value = np.where(codes >> (self.bits - 1) > 0, -value, value)
+        is_nan = (magnitude >= self._magnitudes) | (self.negative_zero_is_nan & (codes == 2 ** (self.bits - 1)))
+        return np.where(is_nan, np.nan, value).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +184,10 @@ class Powers(Levels):
     def nearest(self, values: jax.Array) -> jax.Array:
         """The codes of the largest powers that are not above the values, which are positive."""
         return jnp.where(jnp.isnan(values), 255, jnp.clip(exponent_of(values) + 127, 0, 254)).astype(jnp.uint8)
+
+    @functools.cached_property
+    def table(self) -> np.ndarray:
+        return np.array([*(2.0 ** (code - 127) for code in range(255)), np.nan], np.float32)
 
     @property
     def nan_code(self) -> int | None:

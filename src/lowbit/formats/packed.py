@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from lowbit.runtime import aux_field
 
@@ -91,14 +90,7 @@ class PackedArray(QuantizedArray):
         quantized = cls.build(
             shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, affine=offset, **components
         )
-        scales = quantized.scale_values()
-        narrow = options.scale_dtype != np.float32 and not isinstance(scales, Tracer)
-        if narrow and bool(jnp.isnan(scales).any()) and bool(jnp.isfinite(array).all()):
-            raise ValueError(
-                f"scale_dtype={options.scale_dtype} cannot hold the scales of {format_name!r} for an array with "
-                f"values up to {float(jnp.abs(array).max()):g}: pass scale_dtype='float32'."
-            )
-        raise_if_not_finite(array, scales, format_name)
+        raise_if_not_finite(array, quantized.scale_values(), format_name, options.scale_dtype)
         return quantized
 
     @property
