@@ -6,6 +6,41 @@
 
 namespace lowbit::LOWBIT_ISA {
 
+#if defined(LOWBIT_AVX2)
+// The same for kCount vectors of small levels from the v-th on, two groups at a time.
+template <int kRows, int kCount>
+LOWBIT_INLINE void add_small_products(I (&sums)[kRows][kFastVectors], int v, const uint8_t* panel, const uint8_t* x,
+                                      int64_t groups) {
+  I total[kRows][kCount];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kCount; ++i) total[r][i] = sums[r][v + i];
+  }
+  const I ones = I{} + 0x00010001;
+  panel += v * kBytes;
+  for (; groups >= 2; groups -= 2, panel += 2 * kGroupBytes, x += 2 * kRows * 4) {
+    Bytes a[kCount], b[kCount];
+    for (int i = 0; i < kCount; ++i) {
+      a[i] = load_as<Bytes>(panel + i * kBytes);
+      b[i] = load_as<Bytes>(panel + kGroupBytes + i * kBytes);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const I xa = splat(x + r * 4), xb = splat(x + (kRows + r) * 4);
+      for (int i = 0; i < kCount; ++i) {
+        add_pair_dots(total[r][i], reinterpret_cast<Bytes>(small_dots(a[i], xa) + small_dots(b[i], xb)), ones);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kCount; ++i) {
+      const Bytes last = groups > 0 ? load_as<Bytes>(panel + i * kBytes) : Bytes{};
+      const I xa = groups > 0 ? splat(x + r * 4) : I{};
+      if (groups > 0) add_pair_dots(total[r][i], reinterpret_cast<Bytes>(small_dots(last, xa)), ones);
+      sums[r][v + i] = total[r][i];
+    }
+  }
+}
+#endif
+
 // sums += panel * x over `groups` of four k; the sums of `fit` groups fit in 16 bits if kSmall
 template <int kRows, bool kSmall>
 LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* panel, const uint8_t* x, int64_t groups,
@@ -22,6 +57,13 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* p
 #else
 #if defined(LOWBIT_AVX2)
   if constexpr (kSmall) {
+    // If few sums fit, they are widened often: as many vectors at a time as leave all sums in registers.
+    if (fit < 8) {
+      constexpr int kCount = kRows <= 4 ? kFastVectors : 1;
+#pragma GCC unroll 2
+      for (int v = 0; v < kFastVectors; v += kCount) add_small_products<kRows, kCount>(sums, v, panel, x, groups);
+      return;
+    }
     for (int64_t begin = 0; begin < groups; begin += fit) {
       Words words[kRows][kFastVectors] = {};
       for (int64_t g = begin; g < min(begin + fit, groups); ++g, panel += kGroupBytes, x += kRows * 4) {
@@ -57,39 +99,54 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* p
 #endif
 }
 
+// The blocks of a slab: block b has the seeds and scales of its rows at b * x_step, those of its columns at
+// b * scale_step.
 struct FastTile {
   const uint8_t* panel;
   const uint8_t* x;
-  int64_t groups, fit;
-  bool first;             // the first block, or the first slab of the only one
+  int64_t groups, block_groups;  // of four k: in all blocks, and in each but the last
+  int64_t fit;
+  bool first;             // the first slab
   const int32_t* seeds;   // of the rows
   const float* x_scales;  // of the rows
   const float* scales;    // of the columns
-  void* sums;             // [row][kFastColumns] int32, or float if blocked
+  int64_t x_step, scale_step;
+  void* sums;  // [row][kFastColumns] int32, or float if blocked
 };
 
 // Not inlined: in a large function, GCC 12 keeps the sums in memory.
 template <int kRows, bool kSmall, bool kBlocked>
-__attribute__((noinline)) void fast_tile(const FastTile& t) {
-  I sums[kRows][kFastVectors];
+__attribute__((noinline)) void fast_tile(const FastTile& tile) {
+  FastTile t = tile;  // a copy that the stores cannot alias
   int32_t* whole = static_cast<int32_t*>(t.sums);
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kFastVectors; ++v) {
-      const bool begin = kBlocked || t.first;
-      sums[r][v] = begin ? splat(t.seeds + r) : load_as<I>(whole + r * kFastColumns + v * kLanes);
-    }
-  }
-  add_products<kRows, kSmall>(sums, t.panel, t.x, t.groups, t.fit);
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kFastVectors; ++v) {
-      if constexpr (kBlocked) {
-        float* out = static_cast<float*>(t.sums) + r * kFastColumns + v * kLanes;
-        const F scale = broadcast(t.x_scales[r]) * load(t.scales + v * kLanes);
-        store(out, t.first ? to_float(sums[r][v]) * scale : fma(to_float(sums[r][v]), scale, load(out)));
-      } else {
-        store_as(whole + r * kFastColumns + v * kLanes, sums[r][v]);
+  while (t.groups > 0) {
+    const int64_t groups = min(t.groups, t.block_groups);
+    I sums[kRows][kFastVectors];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kFastVectors; ++v) {
+        const bool begin = kBlocked || t.first;
+        sums[r][v] = begin ? splat(t.seeds + r) : load_as<I>(whole + r * kFastColumns + v * kLanes);
       }
     }
+    add_products<kRows, kSmall>(sums, t.panel, t.x, groups, t.fit);
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kFastVectors; ++v) {
+        if constexpr (kBlocked) {
+          float* out = static_cast<float*>(t.sums) + r * kFastColumns + v * kLanes;
+          const F scale = broadcast(t.x_scales[r]) * load(t.scales + v * kLanes);
+          store(out, t.first ? to_float(sums[r][v]) * scale : fma(to_float(sums[r][v]), scale, load(out)));
+        } else {
+          store_as(whole + r * kFastColumns + v * kLanes, sums[r][v]);
+        }
+      }
+    }
+    t.first = false;
+    t.groups -= groups;
+    t.panel += groups * kGroupBytes;
+    t.x += groups * kRows * x_bytes(kSmall);
+    t.seeds += t.x_step;
+    t.x_scales += t.x_step;
+    t.scales += t.scale_step;
   }
 }
 
@@ -158,20 +215,21 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
       for (int64_t group = 0; group < columns / kFastColumns; ++group) {
         for (int64_t m = 0; m < p.m; m += kRows) {
           const int64_t rows = min(kRows, p.m - m);
-          for (int64_t b = 0; b < block_count; ++b) {
-            const int64_t block = slab * blocks + b, at = b * tiling.block / 4;
-            FastTile t;
-            t.fit = decoder.fit();
-            t.groups = (kBlocked ? min(tiling.block, depth - b * tiling.block) : depth) / 4;
-            t.panel = panel + (group * (depth / 4) + at) * kGroupBytes;
-            t.x = x.packed + ((slab * p.m + m) * (tiling.slab / 4) + at * rows) * kSize;
-            t.first = kBlocked ? block == 0 : slab == 0;
-            t.seeds = x.seeds + (kBlocked ? block : 0) * p.m + m;
-            t.x_scales = x.scales + (kBlocked ? block : 0) * p.m + m;
-            t.scales = scales + b * columns + group * kFastColumns;
-            t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * p.m + m) * kFastColumns;
-            with_constant<kRows>(rows, [&](auto r) { fast_tile<decltype(r)::value, kSmall, kBlocked>(t); });
-          }
+          const int64_t block = kBlocked ? slab * blocks : 0;
+          FastTile t;
+          t.panel = panel + group * (depth / 4) * kGroupBytes;
+          t.x = x.packed + (slab * p.m + m) * (tiling.slab / 4) * kSize;
+          t.groups = depth / 4;
+          t.block_groups = kBlocked ? tiling.block / 4 : t.groups;
+          t.fit = decoder.fit();
+          t.first = slab == 0;
+          t.seeds = x.seeds + block * p.m + m;
+          t.x_scales = x.scales + block * p.m + m;
+          t.x_step = p.m;
+          t.scales = scales + group * kFastColumns;
+          t.scale_step = columns;
+          t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * p.m + m) * kFastColumns;
+          with_constant<kRows>(rows, [&](auto r) { fast_tile<decltype(r)::value, kSmall, kBlocked>(t); });
         }
       }
     }

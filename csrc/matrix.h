@@ -149,13 +149,27 @@ struct Matrix {
   void decode_scales(int64_t matrix, int64_t row, int64_t col, int64_t count, float* out) const;
 };
 
-inline void decode_small_floats(const SmallFloats& floats, const uint8_t* codes, int64_t count, float* out) {
+// out[i] = value of code i * factor[i * factor_step]. Inlined, so that the kind of floats is a constant.
+LOWBIT_INLINE void decode_small_floats(const SmallFloats& floats, const uint8_t* codes, int64_t count,
+                                       const float* factor, int64_t factor_step, float* out) {
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(out + i, floats.decode(codes + i));
+  const F same = broadcast(*factor);
+#if defined(LOWBIT_AVX2)
+  for (; i + 16 <= count; i += 16) {
+    const __m256i half = floats.half_of_16(codes + i);
+    const F a = _mm256_cvtph_ps(_mm256_castsi256_si128(half)) * broadcast(floats.unit);
+    const F b = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)) * broadcast(floats.unit);
+    store(out + i, a * (factor_step == 0 ? same : load(factor + i)));
+    store(out + i + 8, b * (factor_step == 0 ? same : load(factor + i + 8)));
+  }
+#endif
+  for (; i + kLanes <= count; i += kLanes) {
+    store(out + i, floats.decode(codes + i) * (factor_step == 0 ? same : load(factor + i)));
+  }
   if (i < count) {
     uint8_t rest[kLanes] = {};
     memcpy(rest, codes + i, static_cast<size_t>(count - i));
-    store(out + i, floats.decode(rest), count - i);
+    store(out + i, floats.decode(rest) * (factor_step == 0 ? same : load(factor + i, count - i)), count - i);
   }
 }
 
@@ -172,6 +186,12 @@ inline void decode_powers(const uint8_t* codes, int64_t count, float* out) {
 inline void Matrix::decode_scales(int64_t matrix, int64_t row, int64_t col, int64_t count, float* out) const {
   const int64_t start = row * w.scale_cols + col;
   const uint8_t* stored = static_cast<const uint8_t*>(w.scales) + matrix + start;
+  constexpr float kOne = 1;
+  const bool grouped = w.group_scales != nullptr;
+  const float* group =
+      grouped ? w.group_scales + scale_layer * w.group_layer_step + row * w.group_row_step + col * w.group_col_step
+              : &kOne;
+  const int64_t group_step = grouped ? w.group_col_step : 0;
   switch (w.scale_type) {
     case ScaleType::f32:
       break;
@@ -187,22 +207,12 @@ inline void Matrix::decode_scales(int64_t matrix, int64_t row, int64_t col, int6
       return;
     }
     case ScaleType::signed8:
-      decode_small_floats(signed8(), stored, count, out);
-      break;
+      return decode_small_floats(signed8(), stored, count, group, group_step, out);
     case ScaleType::e4m3:
-      decode_small_floats(e4m3(), stored, count, out);
-      break;
+      return decode_small_floats(e4m3(), stored, count, group, group_step, out);
     case ScaleType::e8m0:
       decode_powers(stored, count, out);
-      break;
-  }
-  if (w.group_scales == nullptr) return;
-  const float* group =
-      w.group_scales + scale_layer * w.group_layer_step + row * w.group_row_step + col * w.group_col_step;
-  if (w.group_col_step == 0) {
-    for (int64_t i = 0; i < count; ++i) out[i] *= *group;
-  } else {
-    for (int64_t i = 0; i < count; ++i) out[i] *= group[i];
+      for (int64_t i = 0; i < count; ++i) out[i] *= group[i * group_step];
   }
 }
 

@@ -284,29 +284,28 @@ LOWBIT_INLINE F unit_of(F size) {
 
 constexpr int64_t kTaskLines = 16;  // rows or columns: whole bytes of codes, and a cache line of float32
 
-// The elements [0, length) of kLanes lines from `line` on, as vectors; zeros for lines that are not there.
+// The elements [0, length) of the lines of a task, as vectors, kLanes lines after each other; zeros for lines that are
+// not there. Rows are often whole pages apart, so each is visited once.
 inline void load_lines(const Search& p, int64_t layer, int64_t line, int64_t lines, int64_t length, float* out) {
-  if (p.along_rows) {
-    for (int64_t i = 0; i < length; ++i) {
-      const int64_t at = (layer * p.rows + i) * p.columns + line;
-      if (p.x_type == Float::f32 && lines == kLanes) {
-        const float* x = static_cast<const float*>(p.x) + at;
-        prefetch(x + 8 * p.columns);
-        store(out + i * kLanes, load(x));
-        continue;
+  if (lines % kLanes != 0 || !p.along_rows) memset(out, 0, static_cast<size_t>(length * round_up(lines, kLanes)) * 4);
+  for (int64_t i = 0; p.along_rows && i < length; ++i) {
+    const int64_t at = (layer * p.rows + i) * p.columns + line;
+    prefetch(static_cast<const char*>(p.x) + (at + 8 * p.columns) * (p.x_type == Float::f32 ? 4 : 2));
+    for (int64_t l = 0; l < lines; l += kLanes) {
+      float* to = out + (l * length + i * kLanes);
+      if (p.x_type == Float::f32 && l + kLanes <= lines) {
+        store(to, load(static_cast<const float*>(p.x) + at + l));
+      } else {
+        to_f32(p.x, p.x_type, at + l, min(kLanes, lines - l), to);
       }
-      store(out + i * kLanes, zero());
-      to_f32(p.x, p.x_type, at, lines, out + i * kLanes);
     }
-    return;
   }
-  memset(out, 0, static_cast<size_t>(length * kLanes) * 4);
-  for (int64_t l = 0; l < lines; ++l) {
-    float some[64];
+  for (int64_t l = 0; !p.along_rows && l < lines; ++l) {
+    float some[64], *to = out + l / kLanes * kLanes * length + l % kLanes;
     for (int64_t i = 0; i < length; i += 64) {
       const int64_t count = min(64, length - i);
       to_f32(p.x, p.x_type, (layer * p.rows + line + l) * p.columns + i, count, some);
-      for (int64_t j = 0; j < count; ++j) out[(i + j) * kLanes + l] = some[j];
+      for (int64_t j = 0; j < count; ++j) to[(i + j) * kLanes] = some[j];
     }
   }
 }
@@ -372,11 +371,12 @@ void search_lines(const Search& p, const N& nearest, const S& stored, F group_un
     const F scale = search_scale(p, nearest, stored, t, largest * inverse_unit), inverse = reciprocal(scale);
     for (int64_t i = 0; i < t.count; ++i) {
       const I found = nearest.code(load(t.values + i * kLanes) * inverse);
-      uint8_t* out = codes + (begin + i) * element_step;
-      if (line_step == 1 && lines == kLanes) {
-        pack_codes<1>(found, out);
+      if (codes == nullptr) {
+        const int64_t row = layer * p.rows + begin + i;
+        pack_codes<2>(found, p.codes + row * p.low_bytes + line / 2);
         continue;
       }
+      uint8_t* out = codes + (begin + i) * element_step;
       for (int64_t l = 0; l < lines; ++l) out[l * line_step] = static_cast<uint8_t>(found[l]);
     }
     const int64_t at = p.along_rows ? block * p.scale_cols + line : line * p.scale_cols + block;
@@ -428,27 +428,29 @@ bool search_task(const Search& p, const N& nearest, int64_t layer, int64_t line)
   const int64_t count = min(kTaskLines, all - line), blocks = ceil_div(length, p.span);
   const int64_t line_step = p.along_rows ? 1 : length, element_step = p.along_rows ? kTaskLines : 1;
   const int64_t size = round_up(p.span, kChunk);
-  float* x = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(length * kLanes) * 4));
+  float* x = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(length * kTaskLines) * 4));
   float* tile = static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>(3 * size * kLanes) * 4));
   uint8_t* codes = static_cast<uint8_t*>(scratch(Scratch::task_codes, static_cast<size_t>(kTaskLines * length)));
   I* tops = static_cast<I*>(scratch(Scratch::task_scales, static_cast<size_t>(blocks) * sizeof(I)));
   if (x == nullptr || tile == nullptr || codes == nullptr || tops == nullptr) return false;
+  const bool at_once = p.along_rows && p.bits == 4 && count % kLanes == 0;
+  load_lines(p, layer, line, count, length, x);
   for (int64_t l = 0; l < count; l += kLanes) {
     const int64_t lines = min(kLanes, count - l);
-    load_lines(p, layer, line + l, lines, length, x);
-    const F reach = top_or_zero(find_tops(p, x, length, tops));
-    uint8_t* out = codes + l * line_step;
+    const float* here = x + l * length;
+    const F reach = top_or_zero(find_tops(p, here, length, tops));
+    uint8_t* out = at_once ? nullptr : codes + l * line_step;
     if (p.group_scales != nullptr) {
       const F unit = unit_of(reach), group = reach / unit * broadcast(p.group_factor);
       store(p.group_scales + layer * all + line + l, group * unit, lines);
-      search_lines(p, nearest, Stored8(group), unit, tops, layer, line + l, lines, length, x, tile, out, line_step,
+      search_lines(p, nearest, Stored8(group), unit, tops, layer, line + l, lines, length, here, tile, out, line_step,
                    element_step);
     } else {
-      search_lines(p, nearest, StoredFloat{p.scale_type}, zero(), tops, layer, line + l, lines, length, x, tile, out,
+      search_lines(p, nearest, StoredFloat{p.scale_type}, zero(), tops, layer, line + l, lines, length, here, tile, out,
                    line_step, element_step);
     }
   }
-  pack_lines(p, codes, layer, line, count, length);
+  if (!at_once) pack_lines(p, codes, layer, line, count, length);
   return true;
 }
 

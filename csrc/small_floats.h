@@ -9,30 +9,31 @@ namespace lowbit::LOWBIT_ISA {
 struct SmallFloats {
   int shift;     // from the magnitude to float16: 10 less the bits of the mantissa
   float unit;    // 2^(15 - bias): float16 has a larger bias
-  int nan_from;  // the first magnitude that is NaN
-  int nan_code;  // a code that is NaN, or -1
+  int nan_from;  // the first magnitude that is NaN, if nan_code is -1
+  int nan_code;  // the only code that is NaN, or -1
+
+#if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
+  // 16 of them, as float16 that is too small by `unit`.
+  LOWBIT_INLINE __m256i half_of_16(const uint8_t* codes) const {
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(wide, 7), 15);
+    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+    const __m256i is_nan = nan_code < 0
+                               ? _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(static_cast<short>(nan_from - 1)))
+                               : _mm256_cmpeq_epi16(wide, _mm256_set1_epi16(static_cast<short>(nan_code)));
+    const __m256i half = _mm256_or_si256(sign, _mm256_sll_epi16(magnitude, _mm_cvtsi32_si128(shift)));
+    return _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
+  }
+#endif
 
   // kLanes of them, as float32. The conversion from float16 keeps subnormal numbers, also where others are flushed.
   LOWBIT_INLINE F decode(const uint8_t* codes) const {
 #if defined(LOWBIT_AVX512)
-    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-    const __m256i is_nan =
-        _mm256_or_si256(_mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(static_cast<short>(nan_from - 1))),
-                        _mm256_cmpeq_epi16(wide, _mm256_set1_epi16(static_cast<short>(nan_code))));
-    const __m256i half = _mm256_or_si256(sign, _mm256_sll_epi16(magnitude, _mm_cvtsi32_si128(shift)));
-    const __m256i found = _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
-    return _mm512_cvtph_ps(found) * broadcast(unit);
+    return _mm512_cvtph_ps(half_of_16(codes)) * broadcast(unit);
 #elif defined(LOWBIT_AVX2)
-    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
-    const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
-    const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
-    const __m128i is_nan = _mm_or_si128(_mm_cmpgt_epi16(magnitude, _mm_set1_epi16(static_cast<short>(nan_from - 1))),
-                                        _mm_cmpeq_epi16(wide, _mm_set1_epi16(static_cast<short>(nan_code))));
-    const __m128i half = _mm_or_si128(sign, _mm_sll_epi16(magnitude, _mm_cvtsi32_si128(shift)));
-    const __m128i found = _mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00)));
-    return _mm256_cvtph_ps(found) * broadcast(unit);
+    uint8_t twice[16] = {};
+    memcpy(twice, codes, 8);
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(half_of_16(twice))) * broadcast(unit);
 #else
     uint16_t half[kLanes];
     for (int i = 0; i < kLanes; ++i) {

@@ -265,7 +265,7 @@ def test_the_demo_ends_with_a_table(tiny: Path, tmp_path: Path) -> None:
     assert f"sha256 {evaluation.checksum(text.read_text())}" in result.output
     lines = result.output.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("format "))
-    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[head + 1 : head + 5]}
+    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[head + 1 : head + 7]}
     assert list(rows) == ["float32", "q4", "q4, cache int8", "q4, embedding int8", "nf4", "binary"]
     assert rows["binary"][-1] == "needs training"
     assert float(rows["float32"][4]) < 1e-4 and rows["float32"][5] == "100.0%"
@@ -276,7 +276,7 @@ def test_the_demo_ends_with_a_table(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_generate_writes_as_the_model_says(tiny: Path) -> None:
-    model, _ = LanguageModel.from_gguf(tiny).quantized("nf4")
+    model, _ = LanguageModel.from_gguf(tiny).quantized("q4")
     want = model.tokenizer.decode(model.generate(model.tokenizer.encode("a low"), 5))
     result = run("generate", "a low", "--raw", "--tokens", 5, "--model", tiny)
     assert result.output == want + "\n"

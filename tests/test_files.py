@@ -1,7 +1,6 @@
 """Lowbit files: what is saved comes back to the bit."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,13 +10,11 @@ import pytest
 import safetensors.numpy
 from files_helpers import GOLDEN, assert_same, back, module, saved, weights
 from helpers import Layout
+from test_new_format import Array6B
 
 import lowbit
 from lowbit import Array1B, Array8B, ArrayNF4, QuantizedArray
 from lowbit.io import LowbitFile, _dtypes, load, load_metadata, save
-
-EXAMPLE = Path(__file__).parent.parent / "examples" / "new_format.py"
-
 
 # --- round trips
 
@@ -174,8 +171,7 @@ def test_64_bits_stay_64_bits(tmp_path):
 
 
 def test_a_format_of_the_users_own_comes_back(tmp_path):
-    example = module(EXAMPLE)
-    q = example.Array6B.quantize(jnp.asarray(weights(33, 77)), axis=-2)
+    q = Array6B.quantize(jnp.asarray(weights(33, 77)), axis=-2)
     path = saved(tmp_path, {"w": q})
     assert_same(load(path)["w"], q)
     assert LowbitFile(path).type("w") == "Array6B"

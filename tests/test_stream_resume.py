@@ -142,7 +142,7 @@ def test_values_that_cannot_be_quantized_leave_no_file(tmp_path: Path) -> None:
     w[70, 3] = np.nan
     safetensors.numpy.save_file({"w.weight": w}, tmp_path / "in")
     told = run("quantize", tmp_path / "in", tmp_path / "out", code=1).stderr
-    assert "w.weight[50:75, 0:64]: Cannot quantize to 'nf4': 1 of 1600 values" in told and "at (20, 3)" in told
+    assert "w.weight[50:75, 0:64]: Cannot quantize to 'q4': 1 of 1600 values" in told and "at (20, 3)" in told
     assert os.listdir(tmp_path) == ["in"]
 
 

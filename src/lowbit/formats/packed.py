@@ -220,14 +220,14 @@ LAYOUTS = {
 """The layouts of the built-in formats that are declared, by name."""
 
 _ERRORS = {
-    "q4": 0.0750,
-    "q3": 0.1539,
-    "q2": 0.3096,
+    "q4": 0.0753,
+    "q3": 0.1541,
+    "q2": 0.3102,
     "int2": 0.3320,
     "int3": 0.1625,
     "int4": 0.0811,
-    "int5": 0.0402,
-    "int6": 0.0202,
+    "int5": 0.0414,
+    "int6": 0.0211,
     "fp8": 0.0264,
     "fp8_e5m2": 0.0526,
     "mxfp4": 0.1148,

@@ -17,7 +17,7 @@ from .blocks import ordered_sum, unfused
 from .levels import Integers, Levels, exponent_of, power_of_two
 
 # Sizes to try, in units of (largest magnitude of the block) / (largest level).
-FACTORS = tuple(float(f) for f in np.linspace(0.7, 1.1, 7, dtype=np.float32))
+FACTORS = tuple(float(f) for f in np.linspace(0.72, 1.1, 6, dtype=np.float32))
 
 
 def factors_to_try(signed: bool) -> np.ndarray:
