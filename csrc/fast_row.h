@@ -124,7 +124,7 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
         if (row == block) run = last ? add_fast_rows<true, true, D> : add_fast_rows<true, false, D>;
         run(decoder, rows, count_of_parts, ahead, group, sums_of_parts);
       };
-      add(parts, kFastGroup * row_bytes, to);
+      add(parts, 2 * kFastGroup * row_bytes, to);
       if (rest > 0) {
         // The last bytes of the rows, copied so that kBytes can be read.
         uint8_t ends[kFastGroup][kBytes] = {};
