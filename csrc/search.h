@@ -179,13 +179,15 @@ struct StoredFloat {
   Float type;
 
   LOWBIT_INLINE F round(F scale) const {
-    if (type == Float::f32) return scale;
-    alignas(64) float wide[kLanes];
-    uint16_t half[kLanes];
-    store(wide, scale);
-    from_f32(wide, kLanes, half, type, 0);
-    to_f32(half, type, 0, kLanes, wide);
-    return load(wide);
+    if (type == Float::f16) {
+      uint16_t half[kLanes];
+      store_f16(half, scale);
+      return load_f16(half);
+    }
+    if (type == Float::bf16) {
+      for (int i = 0; i < kLanes; ++i) scale[i] = f32_of_bf16(bf16_of_f32(scale[i]));
+    }
+    return scale;
   }
 };
 
@@ -323,21 +325,21 @@ inline I find_tops(const Search& p, const float* x, int64_t length, I* tops) {
 }
 
 // The stored scales of one block of each line: NaN where it has NaN or infinity, or the type cannot hold the scale.
-inline void store_scales(const Search& p, const StoredFloat&, F scale, F unit, I is_finite, int64_t at, int64_t step,
-                         int64_t lines) {
-  alignas(64) float wide[kLanes];
-  store(wide, scale * unit);
+inline void store_scales(const Search& p, const StoredFloat& stored, F scale, F unit, I is_finite, int64_t at,
+                         int64_t step, int64_t lines) {
+  const F wide = scale * unit;
+  F held = stored.round(wide);
+  const I fits = (held - held == zero()) & ((held != zero()) | (wide == zero())) & is_finite;
+  held = as_floats(as_ints(held) & (wide != zero()));  // zero without a sign
+  held = select(fits, held, broadcast(__builtin_nanf("")));
+  uint16_t half[kLanes] = {};
+  if (p.scale_type == Float::f16) store_f16(half, held);
   for (int64_t l = 0; l < lines; ++l) {
-    float held = wide[l];
-    uint16_t half;
-    if (p.scale_type != Float::f32) {
-      from_f32(wide + l, 1, &half, p.scale_type, 0);
-      to_f32(&half, p.scale_type, 0, 1, &held);
+    if (p.scale_type == Float::f32) {
+      static_cast<float*>(p.scales)[at + l * step] = held[l];
+    } else {
+      static_cast<uint16_t*>(p.scales)[at + l * step] = p.scale_type == Float::f16 ? half[l] : bf16_of_f32(held[l]);
     }
-    const bool fits = held - held == 0 && (held != 0 || wide[l] == 0);
-    if (wide[l] == 0) held = 0;  // without a sign
-    if (!is_finite[l] || !fits) held = __builtin_nanf("");
-    from_f32(&held, 1, p.scales, p.scale_type, at + l * step);
   }
 }
 inline void store_scales(const Search& p, const Stored8& stored, F scale, F, I is_finite, int64_t at, int64_t step,
