@@ -99,7 +99,7 @@ sanitize: $(VENV)/test
 	  -C cmake.define.LOWBIT_SANITIZE=ON -C build-dir=build/sanitize-objects .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python -m pytest -q tests/test_native.py
+	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python -m pytest -q tests/test_native.py tests/test_native_encode.py
 
 # Changed files for every reader, 100,000 of them.
 fuzz: $(VENV)/test

@@ -105,8 +105,8 @@ def test_nan_does_not_raise_and_reads_as_nan(dtype: str) -> None:
 
 
 def test_an_unknown_type_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'int3'.*nf4"):
-        quantization.QuantizationConfig(dtype="int3")
+    with pytest.raises(ValueError, match=r"'int7'.*nf4"):
+        quantization.QuantizationConfig(dtype="int7")
 
 
 # --- arrays

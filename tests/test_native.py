@@ -1,156 +1,15 @@
 """The targets of the native library, called directly, against float64, for every instruction set of this machine."""
 
-import ctypes
-import functools
 import itertools
-import os
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from native_helpers import ALL, FORMATS, LIBRARY, OLD, Stored, matmul, squares, take, target
 
-import lowbit.kernels
-from lowbit.formats import int8, nf4, packed
-from lowbit.formats import layout as layouts
-from lowbit.formats.nf4 import LEVELS, dynamic_map
-from lowbit.kernels import cpu
-
-FOLDERS = [Path(folder) / "lowbit_native.so" for folder in lowbit.kernels.__path__]
-LIBRARY = Path(os.environ.get("LOWBIT_LIBRARY") or next((path for path in FOLDERS if path.exists()), "none"))
-# The level of each code.
-TABLES = {
-    "int8": np.arange(-128.0, 128.0),
-    "nf4": LEVELS.astype(np.float64),
-    "ternary": np.array([-1.0, 0.0, 1.0]),
-    "binary": np.array([-1.0, 1.0]),
-    **{name: packed.LAYOUTS[name].levels.table.astype(np.float64) for name in packed.LAYOUTS if name != "nvfp4"},
-}
-ALL = list(TABLES)
-OLD = ALL[:4]
-# The mechanisms: a table of small integers, codes in two components with one, two and four chunks of levels, floats.
-FORMATS = [*OLD, "q4", "q2", "q3", "int5", "int6", "mxfp4", "fp8", "fp8_e5m2"]
-CODECS = {"signed8": packed.SIGNED8, "e4m3": packed.E4M3, "e8m0": packed.E8M0}
+__all__ = ["target"]
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no native library")
-
-
-@pytest.fixture(scope="module", params=["generic", "avx2", "avx512"])
-def target(request, tmp_path_factory):
-    """target(name) registers a target of the library for one instruction set and gives its name in JAX.
-
-    The instruction set is chosen when a library is loaded: a copy under another name is another library.
-    """
-    isa = request.param
-    path = tmp_path_factory.mktemp("native") / f"{isa}.so"
-    shutil.copy(LIBRARY, path)
-    before = os.environ.get("LOWBIT_ISA")
-    os.environ["LOWBIT_ISA"] = isa
-    try:
-        library = ctypes.CDLL(str(path))
-        library.lowbit_isa.restype = ctypes.c_char_p
-        chosen = library.lowbit_isa().decode()
-    finally:
-        del os.environ["LOWBIT_ISA"]
-        if before is not None:
-            os.environ["LOWBIT_ISA"] = before
-    if chosen != isa:
-        pytest.skip(f"this machine has no {isa}")
-
-    @functools.cache
-    def register(name):
-        capsule = jax.ffi.pycapsule(getattr(library, name))
-        jax.ffi.register_ffi_target(f"{name}_{isa}", capsule, platform="cpu")
-        return f"{name}_{isa}"
-
-    return register
-
-
-def stored_length(length, span):
-    return 1 if span == 0 else -(-length // span)
-
-
-def spread(values, spans, shape):
-    """Repeat each stored value for all elements that it covers."""
-    for axis, (span, length) in enumerate(zip(spans, shape, strict=True), start=1):
-        values = np.repeat(values, span or max(length, 1), axis)
-        values = values[:, :length] if axis == 1 else values[:, :, :length]
-    return values
-
-
-def pack(picks, bits):
-    """Codes of so many bits, packed along the last axis, the first in the highest bits."""
-    per_byte = 8 // bits
-    short = -picks.shape[-1] % per_byte
-    fields = np.pad(picks, ((0, 0), (0, 0), (0, short)))
-    fields = fields.reshape(*picks.shape[:2], (picks.shape[2] + short) // per_byte, per_byte)
-    return (fields << 8 - bits * (np.arange(per_byte) + 1)).sum(-1).astype(np.uint8)
-
-
-class Stored:
-    """Random weights: `operands` as the targets take them, `values` in float64.
-
-    `scale`: "float32", "float16", "bfloat16"; "dynamic" for NF4's 8-bit scales; or a codec, with group scales "rows",
-    "columns", "matrix" or none behind a space.
-    """
-
-    def __init__(self, format, layers, rows, columns, row_span, col_span, *, scale="float32", shared=False, seed=0):
-        rng = np.random.default_rng(seed)
-        levels = TABLES[format]
-        known = np.flatnonzero(np.isfinite(levels))
-        picks = known[rng.integers(0, len(known), (layers, rows, columns))]
-        bits = max(int(np.ceil(np.log2(len(levels)))), 1)
-        low = {3: 2, 5: 4, 6: 4}.get(bits, bits)
-        codes = (picks - 128).astype(np.int8) if format == "int8" else pack(picks & 2**low - 1, low)
-        high = pack(picks >> low, bits - low) if bits > low else np.zeros((0, 0), np.uint8)
-        table = np.zeros(0, np.float32) if bits == 8 else np.resize(levels, 2**bits).astype(np.float32)
-        shape = (1 if shared else layers, stored_length(rows, row_span), stored_length(columns, col_span))
-        scales, self.stored_scales = random_scales(rng, shape, scale)
-        self.operands = [codes, high, table, *self.stored_scales]
-        self.levels = levels[picks]
-        self.scales = spread(scales.astype(np.float64), (row_span, col_span), (rows, columns))
-        self.values = self.levels * self.scales
-        self.attributes = {
-            "format": {"int8": "int8", "fp8": "e4m3", "fp8_e5m2": "e5m2"}.get(format, "table"),
-            "codec": scale.split()[0],
-            "columns": np.int64(columns),
-            "row_span": np.int64(row_span),
-            "col_span": np.int64(col_span),
-        }
-
-
-def random_scales(rng, shape, kind):
-    """Scales in float64, and the operands that store them: scales, group scales, offset, map."""
-    none = np.zeros((0, 0), np.float32)
-    name, *group = kind.split()
-    if name == "dynamic":
-        stored = rng.integers(0, 256, shape).astype(np.uint8)
-        groups = -(-shape[1] * shape[2] // 256)
-        tops = rng.uniform(0.1, 1, (shape[0], groups)).astype(np.float32)
-        offset = rng.uniform(1, 2, (shape[0], 1)).astype(np.float32)
-        flat = dynamic_map().astype(np.float64)[stored].reshape(shape[0], shape[1] * shape[2])
-        flat = flat * np.repeat(tops, 256, 1)[:, : flat.shape[1]] + offset
-        return flat.reshape(shape), [stored, tops, offset, dynamic_map()]
-    if name not in CODECS:
-        scales = rng.uniform(0.5, 2, shape).astype(jnp.dtype(name))
-        return scales.astype(np.float64), [scales, none, none, none[0:0].reshape(0)]
-    values = CODECS[name].table.astype(np.float64)
-    near = np.flatnonzero(np.isfinite(values) & (np.abs(values) < 100))
-    stored = near[rng.integers(0, len(near), shape)].astype(np.uint8)
-    if not group:
-        return values[stored], [stored, none, none, none.reshape(0)]
-    keep = {"rows": (shape[1], 1), "columns": (1, shape[2]), "matrix": (1, 1)}[group[0]]
-    tops = rng.uniform(0.1, 1, (shape[0], *keep)).astype(np.float32)
-    return values[stored] * tops, [stored, tops, none, none.reshape(0)]
-
-
-def matmul(target, x, stored, index, contract, dtype=jnp.float32, fast=False):
-    n = stored.values.shape[2 - contract]
-    call = jax.ffi.ffi_call(target("lowbit_matmul"), jax.ShapeDtypeStruct((*x.shape[:2], n), dtype))
-    return jax.jit(functools.partial(call, contract=np.int64(contract), fast=fast, **stored.attributes))(
-        x, *stored.operands, np.asarray(index, np.int32)
-    )
 
 
 def check_matmul(
@@ -389,12 +248,6 @@ def test_fast_matmul_of_rows_with_nan_or_infinity_is_nan(target):
 # ---- Take
 
 
-def take(target, ids, stored, dtype=jnp.float32):
-    shape = jax.ShapeDtypeStruct((len(ids), stored.values.shape[2]), dtype)
-    call = jax.ffi.ffi_call(target("lowbit_take"), shape)
-    return jax.jit(functools.partial(call, **stored.attributes))(np.asarray(ids, np.int32), *stored.operands)
-
-
 def test_take(target):
     ids = [0, 5, 5, -1, 99, 3]
     for format, spans, columns in itertools.product(ALL, [(64, 1), (1, 64), (1, 0), (5, 7)], (33, 256)):
@@ -410,12 +263,6 @@ def test_take(target):
 
 
 # ---- Squares of the error
-
-
-def squares(target, x, stored, **changes):
-    sums = jax.ShapeDtypeStruct(changes.pop("shape", x.shape[:2]), jnp.float32)
-    call = jax.ffi.ffi_call(target("lowbit_squares"), (sums, sums))
-    return jax.jit(functools.partial(call, **(stored.attributes | changes)))(x, *stored.operands)
 
 
 def test_squares(target):
@@ -443,139 +290,3 @@ def test_squares_of_a_row_with_nan_are_nan(target):
     lost, size = squares(target, x, Stored("int8", 1, 3, 40, 1, 0))
     for sums in (lost, size):
         np.testing.assert_array_equal(np.isfinite(sums), [[True, False, True]])
-
-
-# ---- Encode
-
-
-def encode(target, x, format, row_span, col_span):
-    layers, rows, columns = x.shape
-    codes = (layers, rows, -(-columns // (1 if format == "int8" else 2)))
-    scales = (layers, stored_length(rows, row_span), stored_length(columns, col_span))
-    types = (
-        jax.ShapeDtypeStruct(codes, jnp.int8 if format == "int8" else jnp.uint8),
-        jax.ShapeDtypeStruct(scales, jnp.float32),
-    )
-    call = jax.ffi.ffi_call(target("lowbit_encode"), types)
-    return jax.jit(functools.partial(call, format=format, row_span=np.int64(row_span), col_span=np.int64(col_span)))(x)
-
-
-def test_encode_gives_the_bits_of_the_format(target):
-    rng = np.random.default_rng(0)
-    for shape, spans in itertools.product(
-        [(2, 131, 77), (1, 64, 520)], [(64, 1), (1, 64), (0, 1), (1, 0), (16, 16), (1, 5)]
-    ):
-        x = rng.standard_normal(shape).astype(np.float32)
-        # Zeros, subnormal numbers and their neighbours, numbers near the largest, NaN and infinity.
-        x[0, 2] = x[0, :, 11] = 0
-        x[0, 3] *= 1e-38
-        x[0, :, 12] *= 3e-39
-        x[-1, 30:, 13:16] *= 1e37
-        x[-1, 5, 9], x[-1, 6, 10], x[0, 40, 70] = np.nan, np.inf, -np.inf
-        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-            a = jnp.asarray(x).astype(dtype)
-            components = nf4._encode(a, spans, False)
-            for format, want in [
-                ("nf4", (components["codes"], components["scales"])),
-                ("int8", int8._encode(a, spans)),
-            ]:
-                for component, whole in zip(encode(target, a, format, *spans), want, strict=True):
-                    np.testing.assert_array_equal(
-                        np.asarray(component).view(np.uint8),
-                        np.asarray(whole).view(np.uint8),
-                        f"{format} {shape} {spans} {dtype}",
-                    )
-
-
-@pytest.fixture
-def search(target, monkeypatch):
-    """Quantize by the search of the library of one instruction set."""
-
-    def run(array, spans, layout, options):
-        like = jax.eval_shape(lambda array: layouts._by_jax(array, spans, layout, options), array)
-        call = jax.ffi.ffi_call
-        with monkeypatch.context() as patch:
-            patch.setattr(jax.ffi, "ffi_call", lambda name, *args, **params: call(target(name), *args, **params))
-            return jax.jit(lambda a: cpu.search(a, spans=spans, layout=layout, options=options, like=like))(array)
-
-    return run
-
-
-@pytest.mark.parametrize("name", ["q4", "q3", "q2", "int4", "int6"])
-def test_search_gives_the_bits_of_the_format(search, name):
-    rng = np.random.default_rng(0)
-    for shape, spans, dtype, scale_dtype in [
-        ((2, 131, 77), (32, 1), jnp.float32, np.float32),
-        ((1, 64, 520), (1, 32), jnp.float32, jnp.float16),
-        ((1, 70, 90), (16, 1), jnp.bfloat16, jnp.bfloat16),
-        ((3, 33, 65), (1, 64), jnp.float16, np.float32),
-        ((1, 50, 40), (0, 1), jnp.float32, np.float32),
-        ((1, 40, 50), (1, 20), jnp.float32, np.float32),
-    ]:
-        x = rng.standard_normal(shape).astype(np.float32)
-        # Zeros, subnormal numbers and their neighbours, numbers near the largest, NaN and infinity.
-        x[0, 2] = x[0, :, 11] = 0
-        x[0, 3] *= 1e-38
-        x[0, :, 12] *= 3e-39
-        x[-1, 20:, 13:16] *= 1e37
-        x[-1, 5, 9], x[-1, 6, 10], x[0, 30, 33] = np.nan, np.inf, -np.inf
-        array, layout = jnp.asarray(x).astype(dtype), packed.LAYOUTS[name]
-        held = np.dtype(scale_dtype) if layout.scales is None else np.dtype(np.float32)
-        options = layouts.Options(False, True, held)
-        assert cpu.search_fits(array, spans=spans, layout=layout, options=options, like=None) or jax.device_count() > 1
-        want = jax.jit(lambda a, *args: layouts._by_jax(a, *args), static_argnums=(1, 2, 3))(
-            array, spans, layout, options
-        )
-        got = search(array, spans, layout, options)
-        for part, whole in want.items():
-            np.testing.assert_array_equal(
-                np.asarray(got[part]).view(np.uint8), np.asarray(whole).view(np.uint8), f"{part} {shape} {spans}"
-            )
-
-
-def test_encode_of_nothing(target):
-    for format, shape in itertools.product(("nf4", "int8"), [(0, 3, 4), (1, 0, 4), (1, 3, 0)]):
-        codes, scales = encode(target, np.zeros(shape, np.float32), format, 0, 1)
-        assert codes.shape[:2] == shape[:2] and (np.asarray(scales) == 0).all()
-
-
-def test_wrong_operands_of_take_squares_and_encode_get_an_error(target):
-    stored = Stored("nf4", 1, 8, 32, 1, 16)
-    ids = np.zeros(3, np.int32)
-
-    def call_take(shape=(3, 32), dtype=jnp.float32, ids=ids, stored=stored, **changes):
-        call = jax.ffi.ffi_call(target("lowbit_take"), jax.ShapeDtypeStruct(shape, dtype))
-        return jax.jit(functools.partial(call, **(stored.attributes | changes)))(ids, *stored.operands)
-
-    some = np.ones((1, 8, 32), np.float32)
-
-    def call_encode(x=some, codes=(1, 8, 16), scales=(1, 8, 2), format="nf4", span=16):
-        types = (jax.ShapeDtypeStruct(codes, jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.float32))
-        call = jax.ffi.ffi_call(target("lowbit_encode"), types)
-        return jax.jit(functools.partial(call, format=format, row_span=np.int64(1), col_span=np.int64(span)))(x)
-
-    dense = stored.values.astype(np.float32)
-
-    def call_squares(x=dense, **changes):
-        return squares(target, x, stored, **changes)
-
-    jax.block_until_ready((call_take(), call_encode(), call_squares()))
-    for call, text, changes in [
-        (call_take, "ids", {"ids": ids.astype(np.float32)}),
-        (call_take, "ids", {"ids": ids[None]}),
-        (call_squares, "does not fit", {"x": np.ones((1, 8, 31), np.float32)}),
-        (call_squares, "x must be", {"x": np.ones((1, 8, 32), np.int32)}),
-        (call_squares, "sums", {"shape": (1, 7)}),
-        (call_take, "ids", {"shape": (4, 32)}),
-        (call_take, "f32, bf16 or f16", {"dtype": jnp.int32}),
-        (call_take, "must be one matrix", {"stored": Stored("nf4", 2, 8, 32, 1, 16)}),
-        (call_take, "scales", {"col_span": np.int64(32)}),
-        (call_encode, "not 'ternary'", {"format": "ternary"}),
-        (call_encode, "three axes", {"x": np.ones((8, 32), np.float32)}),
-        (call_encode, "f32, bf16 or f16", {"x": np.ones((1, 8, 32), np.int32)}),
-        (call_encode, "do not fit", {"codes": (1, 8, 32)}),
-        (call_encode, "do not fit", {"scales": (1, 8, 1)}),
-        (call_encode, "do not fit", {"span": 8}),
-    ]:
-        with pytest.raises(Exception, match="lowbit: .*" + text):
-            jax.block_until_ready(call(**changes))

@@ -111,7 +111,7 @@ def test_ten_structural_operations_keep_the_bits_of_the_first_encode(layout: Lay
             axis = 0 if halves else 1
             again = implicit(lambda *arrays, axis=axis: jnp.concatenate(arrays, axis))(*(halves or columns))
     np.testing.assert_array_equal(codes_of(again), codes_of(q))
-    np.testing.assert_array_equal(again.scale, q.scale)
+    np.testing.assert_array_equal(again.scale_values(), q.scale_values())  # of one matrix, codes may be decoded
 
 
 def test_writing_a_quantized_value_keeps_every_bit(layout: Layout) -> None:

@@ -381,7 +381,7 @@ def test_weights_sharded_over_the_data_axis_are_gathered_as_stored(layout: Layou
     moved = collectives(compiled.as_text())
     layer = ",".join(map(str, w.codes.shape[1:]))
     assert moved.pop(f"all-gather {'s8' if w.codes.dtype == jnp.int8 else 'u8'}[{layer}]") == 2  # forward and backward
-    assert all(kind.startswith("all-gather f32[") and "256,256" not in kind for kind in moved)  # of scales
+    assert all(kind.startswith("all-gather ") and "256,256" not in kind for kind in moved)  # of scales
     assert_close(compiled(x, w), program.run(x, w.materialize()))
 
 

@@ -367,16 +367,17 @@ class QuantizedArray(ShardedArray):
         return self.materialize()
 
     def resolved(self) -> Self:
-        index = self.index
-        if index is None:
+        if self.index is None:
             return self
+        return self.map_components(lambda component, _: self.selected(component), index=None)
 
-        def layers(component: jax.Array, _: Any) -> jax.Array:
-            if index.ndim == 0:
-                return lax.dynamic_index_in_dim(component, index, 0, keepdims=False)
-            return jnp.take(component, index, axis=0, mode="clip")
-
-        return self.map_components(layers, index=None)
+    def selected(self, component: jax.Array) -> jax.Array:
+        """The layers of a component that `index` selects."""
+        if self.index is None:
+            return component
+        if self.index.ndim == 0:
+            return lax.dynamic_index_in_dim(component, self.index, 0, keepdims=False)
+        return jnp.take(component, self.index, axis=0, mode="clip")
 
     def map_components(self, fn: Callable[[Any, tuple[int, ...]], Any], **changes: Any) -> Self:
         """The same array with each component replaced by `fn(component, spans)`."""

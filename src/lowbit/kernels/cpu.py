@@ -25,6 +25,7 @@ from lowbit.formats.packed import SIGNED8
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.formats.search import factors_to_try, inverse_top
 
+from . import reference
 from ._tiles import layer_numbers
 from .product import Product
 
@@ -121,17 +122,19 @@ def _operands(w: QuantizedArray, layers: int) -> Iterator[Any]:
 
 
 def take_fits(w: QuantizedArray, rows: jax.Array) -> bool:
-    return w.decoder is not None and w.offset_values() is None and w.dtype in _FLOATS
+    return w.decoder is not None and w.dtype in _FLOATS
 
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     """Decode rows of a matrix as stored, for row numbers of shape (..., 1)."""
+    offsets = w.offset_values()
     y = jax.ffi.ffi_call(
         "lowbit_take",
-        jax.ShapeDtypeStruct((rows.size, w.stored_shape[-1]), w.dtype),
+        jax.ShapeDtypeStruct((rows.size, w.stored_shape[-1]), w.dtype if offsets is None else jnp.float32),
         vmap_method="sequential",
     )(rows.reshape(rows.size).astype(jnp.int32), *_operands(lax.stop_gradient(w), 1), **_layout(w))
-    return y.reshape(*rows.shape[:-1], y.shape[-1])
+    y = y.reshape(*rows.shape[:-1], y.shape[-1])
+    return y if offsets is None else (y + reference.of_rows(w, offsets, rows)).astype(w.dtype)
 
 
 def squares_fits(w: QuantizedArray, array: jax.Array) -> bool:

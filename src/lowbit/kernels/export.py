@@ -3,7 +3,14 @@
 from jax import export
 
 # The native library's targets on CPU, and the Triton call that Pallas makes on GPU. JAX exports its TPU call unasked.
-CUSTOM_CALLS = ("lowbit_matmul", "lowbit_take", "lowbit_squares", "lowbit_encode", "__gpu$xla.gpu.triton")
+CUSTOM_CALLS = (
+    "lowbit_matmul",
+    "lowbit_take",
+    "lowbit_squares",
+    "lowbit_encode",
+    "lowbit_search",
+    "__gpu$xla.gpu.triton",
+)
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:

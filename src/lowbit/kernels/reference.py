@@ -1,5 +1,7 @@
 """Every operation by decoding: correct on every platform, and what each kernel is tested against."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,19 +31,22 @@ def matmul(product: Product) -> jax.Array:
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     """Decode rows of a matrix as stored, for row numbers of shape (..., 1) that are all in range."""
-
-    def chosen(component: jax.Array, spans: tuple[int, ...]) -> jax.Array:
-        span = span_of(spans, -2)
-        return component[0] if span == WHOLE else jnp.take(component, rows[..., 0] // span, axis=0, mode="clip")
-
     spans = w.component_spans()
-    columns = w.stored_shape[-1]
-    values = w.unpacked_levels(*(chosen(getattr(w, name), spans[name]) for name in w.packing), length=columns)
+    codes = (_chosen(getattr(w, name), spans[name], rows) for name in w.packing)
+    values = w.unpacked_levels(*codes, length=w.stored_shape[-1])
+    return w.scaled(values, w.scale_values(), w.offset_values(), lambda scales: of_rows(w, scales, rows)).astype(
+        w.dtype
+    )
 
-    def wide(scales: jax.Array) -> jax.Array:
-        return spread(chosen(scales, w.spans), w.spans[-1:], (columns,))
 
-    return w.scaled(values, w.scale_values(), w.offset_values(), wide).astype(w.dtype)
+def of_rows(w: QuantizedArray, scales: jax.Array, rows: jax.Array) -> jax.Array:
+    """The scale (or offset) of each element of these rows."""
+    return spread(_chosen(scales, w.spans, rows), w.spans[-1:], w.stored_shape[-1:])
+
+
+def _chosen(component: jax.Array, spans: tuple[int, ...], rows: jax.Array) -> jax.Array:
+    span = span_of(spans, -2)
+    return component[0] if span == WHOLE else jnp.take(component, rows[..., 0] // span, axis=0, mode="clip")
 
 
 def squares(w: QuantizedArray, array: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -52,8 +52,8 @@ def _with_offsets(product: Product, kernel: bool | None) -> jax.Array:
     w = product.w
     wide = jnp.promote_types(product.dtype, jnp.float32)
     y = matmul(replace(product, w=w.without_offsets(), dtype=wide), kernel=kernel)
-    w = w.resolved()
-    offsets: Any = jax.lax.stop_gradient(w.offset_values())
+    stored: Any = w.offset_values()
+    offsets = jax.lax.stop_gradient(w.selected(stored))
     contract, kept = product.contract, -3 - product.contract
     sums = _block_sums(product.x.astype(wide), span_of(w.spans, contract))
     batch = tuple(range(w.ndim - 2))
