@@ -101,6 +101,14 @@ def test_matmul_passes_nan_on(target):
         np.testing.assert_array_equal(np.isnan(y[0, 0]), np.isnan(scales[0]).any(axis=contract))
 
 
+def call_with(name, good, attributes, shape=(1, 2, 33), dtype=jnp.float32, **changes):
+    """Call a product with some of its operands or attributes changed."""
+    operands = [changes.pop(component, value) for component, value in good.items()]
+    attributes = attributes | {"contract": np.int64(0), "fast": False} | changes
+    run = jax.jit(lambda *a: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, dtype))(*a, **attributes))
+    return run(*operands).block_until_ready()
+
+
 def test_wrong_operands_get_an_error(target):
     stored = Stored("nf4", 2, 64, 33, 16, 1)
     x = np.ones((1, 2, 64), np.float32)
@@ -116,15 +124,7 @@ def test_wrong_operands_get_an_error(target):
         "scale_map": no_map,
         "index": np.zeros(1, np.int32),
     }
-    name = target("lowbit_matmul")
-
-    def call(shape=(1, 2, 33), dtype=jnp.float32, **changes):
-        operands = [changes.pop(component, value) for component, value in good.items()]
-        attributes = stored.attributes | {"contract": np.int64(0), "fast": False} | changes
-        return jax.jit(lambda *a: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, dtype))(*a, **attributes))(
-            *operands
-        ).block_until_ready()
-
+    call = functools.partial(call_with, target("lowbit_matmul"), good, stored.attributes)
     call()
     eight = scales.astype(np.uint8)
     for text, changes in [

@@ -1,7 +1,5 @@
 """Every operation by decoding: correct on every platform, and what each kernel is tested against."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
