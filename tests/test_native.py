@@ -1,5 +1,6 @@
 """The targets of the native library, called directly, against float64, for every instruction set of this machine."""
 
+import functools
 import itertools
 
 import jax
