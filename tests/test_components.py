@@ -78,6 +78,8 @@ def test_narrow_scales_give_the_numbers_of_the_same_scales_in_float32(any_layout
         got, want = run(narrow), run(wide)
     for path, value in jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda a, b: a.dtype == b.dtype, got, want)):
         assert value, path
+    # A compiler may add squares in another order in another program.
+    np.testing.assert_allclose(got.pop("error"), want.pop("error"), rtol=1e-6)
     jax.tree_util.tree_map_with_path(
         lambda path, a, b: np.testing.assert_array_equal(a, b, err_msg=str(path)), got, want
     )

@@ -58,8 +58,8 @@ def test_options_reach_the_format_and_are_refused_where_it_has_no_use_for_them()
         (
             "nvfp4",
             {"scale_dtype": "float16"},
-            "scale_dtype='float16' is for int2, int3, int4, int5, int6, fp8, fp8_e5m2, not for 'nvfp4'; its scales are "
-            "stored as 8-bit codes.",
+            "scale_dtype='float16' is for int8, int2, int3, int4, int5, int6, fp8, fp8_e5m2, not for 'nvfp4'; its "
+            "scales are stored as 8-bit codes.",
         ),
         (
             "int4",
