@@ -139,6 +139,9 @@ def test_on_one_device_rows_and_codes_come_from_the_library() -> None:
                 np.testing.assert_allclose(size, np.sum(w**2, -1), rtol=1e-5)
                 np.testing.assert_allclose(sum(squares(q.T, w.T)[0]), sum(lost), rtol=1e-5)
         assert "lowbit_encode" in jax.jit(lowbit.quantize).lower(w).compile().as_text()
+        for format in ("q4", "q3", "q2", "int4", "int6"):
+            searched = jax.jit(lambda w, format=format: lowbit.quantize(w, format)).lower(w).compile()
+            assert "lowbit_search" in searched.as_text(), format
         # Scales in 8 bits are decoded inside of the product.
         q = lowbit.ArrayNF4.quantize(w, axis=-2, double_quant=True)
         x = jax.random.normal(jax.random.key(1), (3, 192))

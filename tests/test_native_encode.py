@@ -91,7 +91,6 @@ def test_search_gives_the_bits_of_the_format(search, name):
         array, layout = jnp.asarray(x).astype(dtype), packed.LAYOUTS[name]
         held = np.dtype(scale_dtype) if layout.scales is None else np.dtype(np.float32)
         options = layouts.Options(False, True, held)
-        assert cpu.search_fits(array, spans=spans, layout=layout, options=options, like=None) or jax.device_count() > 1
         want = jax.jit(lambda a, *args: layouts._by_jax(a, *args), static_argnums=(1, 2, 3))(
             array, spans, layout, options
         )

@@ -16,7 +16,7 @@ import numpy as np
 from lowbit.formats.blocks import WHOLE, span_of
 from lowbit.formats.quantized import QuantizedArray
 
-from .._tiles import constant, level_table, scale_components
+from .._tiles import level_table, scale_components
 from ..product import Product
 
 LANES, SUBLANES = 128, 8
@@ -160,7 +160,7 @@ def tiling_for(product: Product, chip: str, sizes: Sizes | None = None) -> Tilin
         folded=folded,
         x_terms=3 if not narrow else 2 if folded == "x" else 1,
         w_terms=1 if exact else 2 if narrow else 3,
-        fast=constant(lambda: w.int8_multiplier) if fast else None,
+        fast=w.int8_multiplier if fast else None,
         dtype=dtype,
         chip=chip,
     )
