@@ -58,6 +58,17 @@ def tiny(tmp_path: Path) -> Path:
     return tiny_file(tmp_path / "tiny.gguf")
 
 
+@pytest.fixture(scope="session", params=["generic", "avx2", "avx512"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """target(name) is the name in JAX of a target of the library for one instruction set.
+
+    It stands here since a session may register a name only once, and a fixture that two modules import is two fixtures.
+    """
+    from native_helpers import registered
+
+    return registered(request.param, tmp_path_factory.mktemp("native"))
+
+
 @pytest.fixture
 def low_rank() -> Any:
     """An implicit array of shape (6, 5)."""

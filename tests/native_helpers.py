@@ -32,14 +32,12 @@ FORMATS = [*OLD, "q4", "q2", "q3", "int5", "int6", "mxfp4", "fp8", "fp8_e5m2"]
 CODECS = {"signed8": packed.SIGNED8, "e4m3": packed.E4M3, "e8m0": packed.E8M0}
 
 
-@pytest.fixture(scope="session", params=["generic", "avx2", "avx512"])
-def target(request, tmp_path_factory):
-    """target(name) registers a target of the library for one instruction set and gives its name in JAX.
+def registered(isa, folder):
+    """A function that registers a target of the library for one instruction set and gives its name in JAX.
 
     The instruction set is chosen when a library is loaded: a copy under another name is another library.
     """
-    isa = request.param
-    path = tmp_path_factory.mktemp("native") / f"{isa}.so"
+    path = folder / f"{isa}.so"
     shutil.copy(LIBRARY, path)
     before = os.environ.get("LOWBIT_ISA")
     os.environ["LOWBIT_ISA"] = isa

@@ -134,7 +134,7 @@ def test_a_user_defined_format() -> None:
 
 
 @formats.stored
-class Array6B(lowbit.QuantizedArray):
+class ArrayOfTwoComponents(lowbit.QuantizedArray):
     high: jax.Array
     packing = {"codes": 2, "high": 4}  # noqa: RUF012
 
@@ -147,7 +147,9 @@ def test_a_user_defined_format_of_two_components(contract) -> None:
     low, high = (
         jax.random.randint(jax.random.key(i), (64, n), 0, 256).astype(jnp.uint8) for i, n in enumerate((20, 10))
     )
-    w = Array6B.build(shape=(64, 40), dtype=jnp.float32, spans=(32, 1), codes=low, high=high, scales=normal(1, 2, 40))
+    w = ArrayOfTwoComponents.build(
+        shape=(64, 40), dtype=jnp.float32, spans=(32, 1), codes=low, high=high, scales=normal(1, 2, 40)
+    )
     check(normal(2, 3, w.shape[contract], dtype=jnp.bfloat16), w, contract, jnp.bfloat16)
 
 

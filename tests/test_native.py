@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native_helpers import ALL, FORMATS, LIBRARY, OLD, Stored, matmul, squares, take, target
+from native_helpers import ALL, FORMATS, LIBRARY, OLD, Stored, matmul, squares, take
 
-__all__ = ["target"]
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no native library")
 
 

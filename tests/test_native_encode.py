@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native_helpers import LIBRARY, Stored, squares, stored_length, target
+from native_helpers import LIBRARY, Stored, squares, stored_length
 
 from lowbit.formats import int8, nf4, packed
 from lowbit.formats import layout as layouts
 from lowbit.kernels import cpu
 
-__all__ = ["target"]
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no native library")
 
 
