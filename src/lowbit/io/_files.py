@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
+from lowbit.formats.permuted import check_order
+from lowbit.models.partition import is_quantized
 from lowbit.models.sharding import shardings
 from lowbit.runtime._compat import mesh_in_context
 
@@ -152,9 +154,9 @@ class _Loader:
         return jax.make_array_from_callback(view.shape, sharding, lambda index: view[index], dtype=view.dtype)
 
     def array(self, node: Any, path: tuple[Key, ...], like: Any = None) -> Any:
-        if not isinstance(node, Tensor | QuantizedArray | np.ndarray):
+        if not is_quantized(node) and not isinstance(node, Tensor | np.ndarray):
             return node
-        if not isinstance(node, QuantizedArray) and isinstance(like, np.ndarray | np.generic):
+        if not is_quantized(node) and isinstance(like, np.ndarray | np.generic):
             return self.once((id(node), np.ndarray), lambda: self.view(node))
         if (sharding := _sharding_of(like)) is None:
             return self.once((id(node), "whole"), lambda: self.whole(node, path))
@@ -166,8 +168,18 @@ class _Loader:
 
     def whole(self, node: Any, path: tuple[Key, ...]) -> Any:
         if isinstance(self.file, LowbitFile):
-            self.file.check_codes(node, path_name(path))
+            self.check(self.file, node, path_name(path))
         return jax.tree.map(lambda x: self.component(x, None), node)
+
+    def check(self, file: LowbitFile, node: Any, name: str) -> None:
+        """Raise a ValueError if a code is out of the range of its format, or an order is not a permutation."""
+        if isinstance(node, PermutedArray):
+            try:
+                check_order(self.view(node.order))
+            except ValueError as error:
+                raise ValueError(f"{self.file.path}: {name}: {error}") from None
+            node = node.array
+        file.check_codes(node, name)
 
     def plain(self, node: Any, path: tuple[Key, ...]) -> Any:
         """A node as dicts, lists and tuples."""
@@ -206,10 +218,12 @@ def _agree(node: Any, like: Any) -> bool:
         return like.shape == () and like.dtype == jnp.result_type(type(node))
     if not hasattr(node, "dtype") or tuple(like.shape) != node.shape or like.dtype != node.dtype:
         return False
-    return not isinstance(like, QuantizedArray) or _format(like) == _format(node)
+    return not is_quantized(like) or _format(like) == _format(node)
 
 
 def _format(array: Any) -> Any:
+    if isinstance(array, PermutedArray):
+        return array.axis, tuple(array.order.shape), _format(array.array)
     if not isinstance(array, QuantizedArray):
         return None
     # Neither settings of products nor the width of scales are part of a format.
@@ -223,6 +237,8 @@ def _format(array: Any) -> Any:
 def _described(x: Any) -> str:
     if not hasattr(x, "dtype"):
         return f"a {short(x.kind)[1:-1] if isinstance(x, Container) else type(x).__name__}"
+    if isinstance(x, PermutedArray):
+        return f"{_described(x.array)}, permuted along axis {x.axis}"
     layout = f", spans {x.spans}{', transposed' * x.transposed}" if isinstance(x, QuantizedArray) else ""
     return f"{type(x).__name__ if layout else 'an array'} of shape {tuple(x.shape)} and dtype {x.dtype}{layout}"
 
