@@ -27,6 +27,12 @@ def alike(arrays: Sequence[Any], *, but_for: Sequence[str] = ("lengths",)) -> li
     kinds = {jax.tree.structure(a.replace(**dict.fromkeys(but_for))) for a in arrays}
     if len(kinds) > 1:
         return None
+    # Offsets may be floats in one array and zero points in units of the scale in another.
+    if any(
+        len({jnp.issubdtype(getattr(a, name).dtype, jnp.floating) for a in arrays}) > 1
+        for name in arrays[0].components()
+    ):
+        return None
     dtypes = {name: jnp.result_type(*(getattr(a, name).dtype for a in arrays)) for name in arrays[0].components()}
     return [
         a.replace(**{name: component.astype(dtypes[name]) for name, component in a.components().items()})
