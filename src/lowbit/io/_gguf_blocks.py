@@ -1,7 +1,7 @@
 """The blocks of GGUF's quantized types (ggml-common.h), and the lowbit arrays that have the same bits.
 
-A type is declared by the fields of a block in the file and by the components that they hold, so one table serves reading
-and writing. Codes are in another order there: `Planes` says which. All steps work on a few blocks at a time.
+A type is declared by the fields of a block in the file and by the components that they hold, so one table serves
+reading and writing. Codes are in another order there: `Planes` says which. Blocks are converted a few at a time.
 """
 
 import dataclasses
@@ -16,14 +16,15 @@ import numpy as np
 from lowbit.formats import Array1B, Array8B, PackedArray, QuantizedArray
 from lowbit.formats.packed import layout_of
 
-_CHUNK = 1 << 18  # elements that are decoded at a time, few enough to stay in the cache
+CHUNK = 1 << 18  # elements that are decoded at a time, few enough to stay in the cache
 _F16 = np.dtype(np.float16)
 
 
 class Codec(Protocol):
     """How a field of a block holds codes: `unpack` gives them as (blocks, codes), `pack` is its inverse."""
 
-    bits: int
+    @property
+    def bits(self) -> int: ...
 
     def unpack(self, stored: np.ndarray) -> np.ndarray: ...
 
@@ -102,8 +103,8 @@ class Trits:
         found, first = [], 0
         for start, stop, digits in self.runs:
             of_run = codes[:, first : (first := first + digits * (stop - start))].reshape(len(codes), digits, -1)
-            number = np.tensordot(of_run.astype(np.uint16), (3 ** np.arange(4, 4 - digits, -1)).astype(np.uint16), (1, 0))
-            found.append(((number.astype(np.uint32) * 256 + 242) // 243).astype(np.uint8))
+            number = (of_run * (3 ** np.arange(4, 4 - digits, -1))[:, None]).sum(axis=1)
+            found.append(((number * 256 + 242) // 243).astype(np.uint8))
         return np.concatenate(found, -1)
 
 
@@ -171,11 +172,11 @@ class BlockType:
         return self._array(shape, structs)
 
     def read(self, blocks: np.ndarray, shape: Sequence[int]) -> QuantizedArray:
-        """The array of blocks of a file, with numpy arrays for its components. Raises a ValueError for unknown codes."""
+        """The array of blocks of a file, with numpy arrays for its components. Raises for codes without a meaning."""
         like, flat = self.like(shape), blocks.reshape(-1)
         into = {name: np.empty(x.shape, x.dtype) for name, x in like.components().items()}
         rows = {name: x.reshape(len(flat), -1) if x.size else x for name, x in into.items()}
-        step = max(_CHUNK // self.elements, 1)
+        step = max(CHUNK // self.elements, 1)
         for start in range(0, len(flat), step):
             found = self.unpacked(flat[start : start + step])
             for name, most in self.most.items():
@@ -189,11 +190,11 @@ class BlockType:
         """The bytes of an array of this type, of which `holds` is true."""
         components = {name: np.asarray(x) for name, x in array.components().items()}
         if array.transposed:
-            components = {name: self._turned(name, x) for name, x in components.items()}
+            components = {name: self._turned(name, x, array.shape[-2]) for name, x in components.items()}
         count = math.prod(array.shape) // self.elements
         rows = {name: x.reshape(count, -1) if x.size else x for name, x in components.items()}
         out = np.empty(count, self.dtype)
-        step = max(_CHUNK // self.elements, 1)
+        step = max(CHUNK // self.elements, 1)
         for start in range(0, count, step):
             chunk = {name: x[start : start + step] for name, x in rows.items()}
             out[start : start + step] = self.packed(self._joined(chunk))
@@ -220,8 +221,7 @@ class BlockType:
             return Array8B.build(**fields)
         if self.format == "ternary":
             return Array1B.build(kind="ternary", **fields)
-        optional = [name for name in PackedArray._fields()[0] if name not in ("codes", "scales", "index")]
-        return PackedArray.build(**dict.fromkeys(optional) | fields, format_name=self.format, affine=self.affine)
+        return PackedArray.build(**fields, format_name=self.format, affine=self.affine)
 
     def _stored(self, components: Components) -> Components:
         """Components as an array stores them, with packed codes, from those of `unpacked`."""
@@ -246,11 +246,11 @@ class BlockType:
             shift += 8 // per_byte
         return found
 
-    def _turned(self, name: str, component: np.ndarray) -> np.ndarray:
-        """A component of a transposed array in the order of the array."""
+    def _turned(self, name: str, component: np.ndarray, rows: int) -> np.ndarray:
+        """A component of a transposed array with so many rows, in the order of the array."""
         per_byte = self.packing.get(name, 1)
-        turned = np.swapaxes(_unpack(component, per_byte), -1, -2)
-        return _pack(np.ascontiguousarray(turned), per_byte)
+        codes = _unpack(component, per_byte)[..., :rows]  # without the rest of the last byte
+        return _pack(np.ascontiguousarray(np.swapaxes(codes, -1, -2)), per_byte)
 
 
 def _pack(codes: np.ndarray, per_byte: int) -> np.ndarray:
@@ -298,6 +298,42 @@ BLOCK_TYPES = {
     "MXFP4": _type(
         *("mxfp4", 32, 32, "powers:1 low:16", {"codes": (_HALVES,), "scales": (("powers", Planes(8)),)}),
         most={"scales": 254},
+    ),
+    "NVFP4": _type(
+        *("nvfp4_gguf", 16, 64, "floats:4 low:32"),
+        {"codes": (("low", Planes(4, 8)),), "scales": (("floats", Planes(8)),)},
+        most={"scales": 126},
+    ),
+    "Q2_K": _type(
+        *("q2_k", 16, 256, "both:16 low:64 group_scales group_offsets"),
+        {"codes": (("low", Planes(2, 32)),), "scales, offsets": (("both", Planes(4, 16)),)},
+    ),
+    "Q3_K": _type(
+        *("q3_k", 16, 256, "high:32 low:64 fours:8 twos:4 group_scales"),
+        {
+            "codes": (("low", Planes(2, 32)), ("high", Planes(1, 32))),
+            "scales": (("fours", Planes(4, 8)), ("twos", Planes(2, 4))),
+        },
+    ),
+    "Q4_K": _type(
+        *("q4_k", 32, 256, "group_scales group_offsets both:12 low:128"),
+        {"codes": (("low", Planes(4, 32)),), "scales, offsets": (("both", Sixes()),)},
+    ),
+    "Q5_K": _type(
+        *("q5_k", 32, 256, "group_scales group_offsets both:12 high:32 low:128"),
+        {"codes": (("low", Planes(4, 32)), ("high", Planes(1, 32))), "scales, offsets": (("both", Sixes()),)},
+    ),
+    "Q6_K": _type(
+        *("q6_k", 16, 256, "low:128 high:64 signed:16 group_scales"),
+        {
+            "codes": (("low", Planes(4, 64)), ("high", Planes(2, 32))),
+            "scales": (("signed", Planes(8, flipped=128)),),
+        },
+    ),
+    "IQ4_NL": _type("iq4_nl", 32, 32, "scales low:16", {"codes": (_HALVES,)}),
+    "IQ4_XS": _type(
+        *("iq4_xs", 32, 256, "group_scales twos:2 fours:4 low:128"),
+        {"codes": (_HALVES,), "scales": (("fours", Planes(4)), ("twos", Planes(2)))},
     ),
     # Of the two ternary types, an array is written as the first one.
     "TQ2_0": _type("ternary", 256, 256, "low:64 scales", {"codes": (("low", Planes(2, 32)),)}, most={"codes": 2}),
