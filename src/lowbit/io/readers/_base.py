@@ -11,6 +11,7 @@ import numpy as np
 
 from lowbit.formats import FORMATS, QuantizedArray
 from lowbit.formats.blocks import WHOLE
+from lowbit.formats.file_layouts import FILE_LAYOUTS
 
 from .._chunks import Chunked, struct_of
 from .._dtypes import DTYPES
@@ -29,6 +30,7 @@ class Reader(ABC):
       and the tensor. Numbers are read from a memory map when a method asks for them.
     - It is a collection of names: `for name in reader`, `name in reader`, `len(reader)`, `reader.names`.
     - `path`: the file or directory. `metadata`: what it says about itself, as a dict.
+    - `refusal`: why a model cannot be loaded although its tensors can be listed; empty if it can be.
     - A method that gets an unknown name raises a `KeyError` with similar names.
 
     A subclass passes its entries by name to `__init__` and implements `shape`, `nbytes`, `type`, `array` and `dense`.
@@ -37,6 +39,7 @@ class Reader(ABC):
 
     path: Path
     metadata: dict[str, Any]
+    refusal: str = ""
 
     def __init__(self, path: Path, metadata: dict[str, Any], entries: Mapping[str, Any]):
         self.path, self.metadata, self._entries = path, metadata, entries
@@ -116,12 +119,12 @@ def _read_whole(read: Callable[[str], Any], name: str) -> Callable[[Region], Any
 
 
 def is_stored(kind: str) -> bool:
-    """Whether tensors of a type are quantized arrays: of a lowbit format, or of a user's class.
+    """Whether tensors of a type are quantized arrays: of a lowbit format, of a file's layout, or of a user's class.
 
     >>> is_stored("nf4"), is_stored("Q8_0"), is_stored("Q4_1"), is_stored("BF16")
     (True, True, False, False)
     """
-    return kind in FORMATS or kind in _SAME_BITS or kind in _class_names(QuantizedArray)
+    return kind in FORMATS or kind in FILE_LAYOUTS or kind in _SAME_BITS or kind in _class_names(QuantizedArray)
 
 
 def _class_names(cls: type) -> set[str]:
@@ -130,10 +133,5 @@ def _class_names(cls: type) -> set[str]:
 
 def check_method(file: Reader) -> None:
     """Raise if a model was quantized by a method that cannot be read: its integers mean nothing without it."""
-    config = file.metadata.get("config")
-    method = config.get("quantization_config") if isinstance(config, dict) else None
-    if isinstance(method, dict) and (method.get("quant_method") != "bitsandbytes" or method.get("load_in_8bit")):
-        name = "bitsandbytes in 8 bits" if method.get("load_in_8bit") else method.get("quant_method")
-        raise ValueError(
-            f"{file.path} was quantized by {name}, which cannot be read. NF4 of bitsandbytes and dense models can be."
-        )
+    if file.refusal:
+        raise ValueError(file.refusal)

@@ -1,0 +1,90 @@
+"""Quantized checkpoints of other projects: every stored bit is kept, and values are those of their own decoders."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_helpers import CHECKPOINTS, checkpoint, tensors_of
+from exchange_helpers import same_bits
+
+import lowbit
+from lowbit.io import DequantizedWarning, HuggingFaceDir, _chunks, checkpoints, convert
+
+# How many units in the last place values may differ where the project's decoder rounds more than once.
+ULPS: dict[str, int] = {}
+ORDERED = [name for name in CHECKPOINTS if name.endswith("_order")]
+KEPT = [name for name in CHECKPOINTS if name not in ORDERED]
+
+
+def assert_values(got: np.ndarray, want: np.ndarray, name: str) -> None:
+    got = np.asarray(got)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    if not (ulps := ULPS.get(name, 0)):
+        return np.testing.assert_array_equal(got, want)
+    integers = (x.view({2: np.int16, 4: np.int32}[x.itemsize]).astype(np.int64) for x in (got, want))
+    assert abs(np.subtract(*integers)).max() <= ulps
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_values_are_those_of_the_own_decoder(name: str, tmp_path: Path) -> None:
+    expected = checkpoint(name, tmp_path)
+    model, tensors = HuggingFaceDir(tmp_path), tensors_of(name)[0]
+    assert expected and not model.refusal
+    for weight, want in expected.items():
+        assert weight in model and model.shape(weight) == want.shape
+        assert model.type(weight) not in ("I32", "U8", "U32", "I8")
+        array = model.array(weight)
+        assert isinstance(array, lowbit.QuantizedArray) and array.dtype == want.dtype
+        assert_values(array.materialize(), want, name)
+        assert_values(model.dense(weight, want.dtype), want, name)
+        assert same_bits(model.dense(weight), array.replace(dtype=np.dtype(np.float32)).materialize())
+        assert array.nbytes < 1.1 * model.nbytes(weight) <= 1.1 * sum(t.nbytes for t in tensors.values())
+    # What is not quantized is there as it is stored.
+    for other in set(model) - set(expected):
+        assert same_bits(model.array(other), tensors[other])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_products_and_files_keep_the_bits(name: str, tmp_path: Path) -> None:
+    expected = checkpoint(name, tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "ours")
+    loaded, saved = lowbit.load(tmp_path / "model"), lowbit.load(tmp_path / "ours")
+    for weight, want in expected.items():
+        assert_values(saved[weight].materialize(), want, name)
+        np.testing.assert_array_equal(saved[weight].materialize(), loaded[weight].materialize())
+        w = loaded[weight] if loaded[weight].ndim == 2 else loaded[weight][0]
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((3, want.shape[-1]), np.float32))
+        wide = np.asarray(w.materialize(), np.float32)
+        np.testing.assert_allclose(lowbit.implicit(jnp.matmul)(x, w.T), np.asarray(x) @ wide.T, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_reading_in_chunks_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = checkpoint(name, tmp_path / "model")
+    whole = {weight: HuggingFaceDir(tmp_path / "model").array(weight) for weight in expected}
+    for module, chunk in ((checkpoints._base, "_CHUNK"), (_chunks, "CHUNK")):
+        monkeypatch.setattr(module, chunk, 1024)
+    model = HuggingFaceDir(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "ours")
+    convert(tmp_path / "model", tmp_path / "again", rules={"re:.*(weight|proj)": "int8"})
+    saved, again = lowbit.load(tmp_path / "ours"), lowbit.load(tmp_path / "again")
+    for weight in expected:
+        for array in (model.array(weight), saved[weight]):
+            for component, want in whole[weight].components().items():
+                assert same_bits(array.components()[component], want), component
+        assert same_bits(model.dense(weight), whole[weight].replace(dtype=np.dtype(np.float32)).materialize())
+        dense = jnp.asarray(model.dense(weight))
+        assert same_bits(again[weight].codes, lowbit.quantize(dense, "int8", axis=again[weight].axis).codes)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_activation_order_is_a_permutation_of_the_inputs(name: str, tmp_path: Path) -> None:
+    [(weight, want)] = checkpoint(name, tmp_path).items()
+    model = HuggingFaceDir(tmp_path)
+    found = model._weight(weight)
+    assert isinstance(found, checkpoints.Weight) and found.order is not None
+    assert_values(found.stored().materialize(), want[:, found.order], name)
+    assert_values(model.dense(weight, want.dtype), want, name)
+    with pytest.warns(DequantizedWarning, match=r"up_proj.weight' is dequantized: .* activation order"):
+        assert_values(model.array(weight), want, name)
