@@ -25,7 +25,9 @@ def draw(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32) * np.float32(0.02)
 
 
-def write(name: str, tensors: dict[str, Any], config: dict[str, Any], maker: str, **files: Any) -> None:
+def write(
+    name: str, tensors: dict[str, Any], config: dict[str, Any], maker: str, dtype: str = "", **files: Any
+) -> None:
     """Save tensors of torch or numpy; `config` is that of the quantization, `files` are other config files."""
     import torch
     from safetensors.torch import save_file
@@ -34,7 +36,8 @@ def write(name: str, tensors: dict[str, Any], config: dict[str, Any], maker: str
         return (x if isinstance(x, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(x))).contiguous()
 
     version = "" if maker == "script" else f" {importlib.metadata.version(maker)}"
-    about = {"config.json": json.dumps({"quantization_config": config} if config else {}), "maker": maker + version}
+    model = {"quantization_config": config} | ({"torch_dtype": dtype} if dtype else {})
+    about = {"config.json": json.dumps(model if config else {}), "maker": maker + version}
     about |= {key: json.dumps(value) for key, value in files.items()}
     save_file({key: as_torch(value) for key, value in tensors.items()}, OUT / f"{name}.safetensors", metadata=about)
     (OUT / f"{name}.safetensors").chmod(0o644)
@@ -117,14 +120,144 @@ def make_awq() -> None:
         write(name, tensors, config, "script")
 
 
-MAKERS = {"gptq": make_gptq, "awq": make_awq}
+# --- by compressed-tensors
+
+
+def scheme_of(bits: int, kind: str = "int", **weights: Any) -> dict[str, Any]:
+    """The options of weights in a config."""
+    return {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False, **weights}
+
+
+def compress(
+    name: str, format: str, shape: tuple[int, int], scales: Any, weights: dict[str, Any], **state: Any
+) -> None:
+    """Compress random weights by these scales, and save them with what they decompress to."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    weight = torch.from_numpy(draw(len(name), *shape)).to(scales.dtype)
+    kept = {"weight": weight, "weight_scale": scales, **state}
+    packer = BaseCompressor.get_value_from_registry(format)
+    stored = packer.compress(kept, scheme)
+    expected = packer.decompress(stored, scheme)["weight"]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": format}
+    config = {"quant_method": "compressed-tensors", "format": format, "ignore": ["lm_head"]}
+    config |= {"config_groups": {"group_0": group}, "quantization_status": "compressed"}
+    tensors = {f"{MODULE}.{key}": value for key, value in stored.items()} | {f"expected.{MODULE}.weight": expected}
+    write(name, tensors, config, "compressed-tensors", dtype=str(expected.dtype).removeprefix("torch."))
+
+
+def make_compressed() -> None:
+    import torch
+
+    def scales(dtype: str, *shape: int) -> torch.Tensor:
+        return (torch.from_numpy(np.abs(draw(1, *shape))) * 0.3 + 0.002).to(getattr(torch, dtype))
+
+    def zeros(bits: int, *shape: int) -> torch.Tensor:
+        low = -(2 ** (bits - 1))
+        return torch.from_numpy(np.random.default_rng(bits).integers(low, -low, shape).astype(np.int8))
+
+    group = {"strategy": "group", "group_size": 32}
+    for bits in (2, 3, 4, 5, 6, 8):
+        compress(
+            f"compressed_pack_{bits}", "pack-quantized", (32, 128), scales("float16", 32, 4), scheme_of(bits, **group)
+        )
+    for bits in (3, 4, 8):
+        options = {"weight_zero_point": zeros(bits, 32, 4)}
+        scheme = scheme_of(bits, **group) | {"symmetric": False}
+        compress(
+            f"compressed_pack_{bits}_zero", "pack-quantized", (32, 128), scales("bfloat16", 32, 4), scheme, **options
+        )
+    channel = {"strategy": "channel"}
+    compress("compressed_pack_channel", "pack-quantized", (30, 70), scales("float32", 30, 1), scheme_of(4, **channel))
+    compress(
+        "compressed_pack_channel_zero",
+        "pack-quantized",
+        (30, 70),
+        scales("float32", 30, 1),
+        scheme_of(4, **channel) | {"symmetric": False},
+        weight_zero_point=zeros(4, 30, 1),
+    )
+    compress("compressed_int", "int-quantized", (32, 64), scales("bfloat16", 32, 1), scheme_of(8, **channel))
+    compress(
+        "compressed_int_zero",
+        "int-quantized",
+        (32, 64),
+        scales("float32", 32, 1),
+        scheme_of(8, **channel) | {"symmetric": False},
+        weight_zero_point=zeros(8, 32, 1),
+    )
+    floats = {"kind": "float", "bits": 8}
+    block = scheme_of(**floats, strategy="block", block_structure=[16, 16])
+    compress("compressed_fp8", "float-quantized", (32, 64), scales("bfloat16", 32, 1), scheme_of(**floats, **channel))
+    compress(
+        "compressed_fp8_tensor",
+        "float-quantized",
+        (32, 64),
+        scales("float32", 1),
+        scheme_of(**floats, strategy="tensor"),
+    )
+    compress("compressed_fp8_block", "float-quantized", (40, 72), scales("float32", 3, 5), block)
+    make_compressed_float4(scales)
+
+
+def make_compressed_float4(scales: Any) -> None:
+    import torch
+
+    float4 = {"kind": "float", "bits": 4}
+    compress(
+        "compressed_nvfp4",
+        "nvfp4-pack-quantized",
+        (32, 64),
+        (scales("float32", 32, 4) * 700).to(torch.float8_e4m3fn).to(torch.float32),
+        scheme_of(**float4, strategy="tensor_group", group_size=16),
+        weight_global_scale=torch.tensor([700.0]),
+    )
+    powers = 2.0 ** torch.floor(torch.log2(scales("float32", 32, 2)))
+    mx = {"strategy": "group", "group_size": 32}
+    compress("compressed_mxfp4", "mxfp4-pack-quantized", (32, 64), powers, scheme_of(**float4, **mx))
+    compress(
+        "compressed_mxfp8",
+        "mxfp8-quantized",
+        (32, 64),
+        powers,
+        scheme_of(8, "float", **mx) | {"scale_dtype": "torch.uint8"},
+    )
+
+
+def make_compressed_by_hand() -> None:
+    """What the present version does not write: the packing before 2026-05, and activation order."""
+    for name, bits, old in (("compressed_pack_3_old", 3, True), ("compressed_pack_4_order", 4, False)):
+        codes, _, scales = integers(bits, bits, 32, sym=True)
+        codes, scales = codes.T, scales.T
+        g_idx = np.arange(128, dtype=np.int32) // 32
+        if old:
+            padded = np.pad(codes, ((0, 0), (0, -128 % 10))).reshape(32, -1, 10)
+            packed = (padded << bits * np.arange(10)).sum(-1).astype(np.int32)
+        else:
+            packed, g_idx = words(codes, bits, 1), np.random.default_rng(0).permutation(g_idx)
+        weight = scales[:, g_idx] * (codes - 2 ** (bits - 1)).astype(np.float16)
+        stored = {"weight_packed": packed, "weight_scale": scales, "weight_shape": np.array([32, 128])}
+        stored |= {} if old else {"weight_g_idx": g_idx}
+        group = {"targets": ["Linear"], "weights": scheme_of(bits, strategy="group", group_size=32)}
+        config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+        tensors = {f"{MODULE}.{key}": value for key, value in stored.items()}
+        write(name, tensors | {f"expected.{MODULE}.weight": weight}, config, "script")
+
+
+MAKERS = {
+    "gptq": make_gptq,
+    "awq": make_awq,
+    "compressed": make_compressed,
+    "compressed by hand": make_compressed_by_hand,
+}
 
 if __name__ == "__main__":
     import sys
 
     OUT.mkdir(exist_ok=True)
     for method in sys.argv[1:] or MAKERS:
-        for old in OUT.glob(f"{method}_*.safetensors"):
-            old.unlink()
         MAKERS[method]()
     print(f"{len(list(OUT.iterdir()))} files, {sum(file.stat().st_size for file in OUT.iterdir())} bytes")

@@ -13,11 +13,12 @@ from .._dtypes import DTYPES
 from ._base import Found, Method, Settings, Tensors, Weight
 from .awq import AWQ
 from .bitsandbytes import BITSANDBYTES
+from .compressed_tensors import COMPRESSED_TENSORS
 from .gptq import GPTQ
 
 __all__ = ["CONFIGS", "METHODS", "Found", "Settings", "Tensors", "Weight", "detect", "refusal", "settings_of"]
 
-METHODS: tuple[Method, ...] = (GPTQ, AWQ, BITSANDBYTES)
+METHODS: tuple[Method, ...] = (GPTQ, AWQ, COMPRESSED_TENSORS, BITSANDBYTES)
 """The methods whose weights can be read."""
 
 CONFIGS = ("config.json", "quantize_config.json", "hf_quant_config.json")

@@ -13,7 +13,7 @@ from lowbit.formats.blocks import WHOLE, span_of, stored_length, trimmed
 from lowbit.formats.packed import layout_of
 
 from .._checks import bad_tensor, short
-from ._bits import packed
+from ._bits import packed, reversed_bytes
 
 _CHUNK = 1 << 20  # codes that are unpacked at a time
 FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
@@ -127,7 +127,8 @@ class Weight:
     - `format`: the name of its layout in lowbit. `stored_shape`, `spans`: as of a `QuantizedArray`.
     - `codes`: the code components of rows from `start` to `stop` of the first stored axis.
     - `scales`: the other components, small or views of the file.
-    - `order`: the rows of a weight that is stored in another order (`PermutedArray`).
+    - `order`: the order in which the elements along the last axis of the array are stored (`PermutedArray`).
+    - `direct`: codes are views of the file.
     """
 
     format: str
@@ -139,6 +140,7 @@ class Weight:
     affine: bool = False
     transposed: bool = False
     order: np.ndarray | None = None
+    direct: bool = False
 
     @property
     def problem(self) -> str:
@@ -185,7 +187,7 @@ class Weight:
     def stored(self) -> QuantizedArray:
         """All rows, in their stored order, with every stored bit."""
         steps = self.steps()
-        if len(steps) <= 1:
+        if self.direct or len(steps) <= 1:
             return self.rows(0, self.stored_shape[0])
         found = {name: np.empty(*like) for name, like in self.like().items()}
         for start, stop in steps:
@@ -202,9 +204,19 @@ class Weight:
         """The axis of the array that is the first stored one."""
         return 1 if self.transposed and len(self.stored_shape) == 2 else 0
 
+    @property
+    def rows_are_ordered(self) -> bool:
+        """Whether `order` is one of rows, and not within them."""
+        return self.order is not None and self.row_axis == 1
+
     def values(self, start: int, stop: int) -> np.ndarray:
         """The float32 values of rows `start` to `stop`, in the axis order of the array."""
-        return np.asarray(self.rows(start, stop).replace(dtype=np.dtype(np.float32)).materialize())
+        values = np.asarray(self.rows(start, stop).replace(dtype=np.dtype(np.float32)).materialize())
+        if self.order is None or self.rows_are_ordered:
+            return values
+        found = np.empty_like(values)
+        found[..., self.order] = values
+        return found
 
     def dense(self, dtype: Any) -> np.ndarray:
         """Dequantize in float32 and round once."""
@@ -213,7 +225,7 @@ class Weight:
         for start, stop in self.steps():
             values = np.moveaxis(self.values(start, stop), self.row_axis, 0)
             with np.errstate(all="ignore"):  # values beyond the range of the dtype become infinite
-                rows[slice(start, stop) if self.order is None else self.order[start:stop]] = values
+                rows[self.order[start:stop] if self.rows_are_ordered else slice(start, stop)] = values
         return out
 
 
@@ -222,14 +234,99 @@ def dtype_of(scales: np.ndarray, settings: Settings) -> np.dtype:
     return scales.dtype if scales.dtype in FLOATS[1:] else settings.dtype or np.dtype(np.float32)
 
 
-def group_spans(tensors: Tensors, length: int, groups: int, given: Any) -> int:
-    """The span of scales along an axis of `length` that has this many of them; `given` is the size in the config."""
+def group_spans(tensors: Tensors, length: int, groups: int, *given: Any) -> int:
+    """The span of scales along an axis of `length` that has this many of them; `given` are sizes in the config."""
     if groups == 1:
         return WHOLE
-    for size in (given, length // groups if groups else 0):
+    for size in (*given, length // groups if groups else 0):
         if type(size) is int and size > 0 and -(-length // size) == groups:
             return size
-    raise tensors.bad(f"has {groups} groups along {length} elements, and the config has groups of {short(given)}")
+    sizes = " or ".join(map(short, given))
+    raise tensors.bad(f"has {groups} groups along {length} elements, and the config has groups of {sizes}")
+
+
+def order_of(tensors: Tensors, role: str, length: int, groups: int, span: int) -> np.ndarray | None:
+    """The inputs sorted by their group, which a tensor has for each; None if they are sorted."""
+    if role not in tensors:
+        return None
+    group = tensors.get(role, (*WORDS, np.dtype(np.int64)), (length,)).astype(np.int64)
+    group = np.where(group < 0, group + groups, group)
+    if length and not (group.min() >= 0 and group.max() < groups):
+        raise tensors.bad(f"has a {role} from {group.min()} to {group.max()}, and {groups} groups")
+    order = np.argsort(group, kind="stable").astype(np.int32)
+    if span != WHOLE and not np.array_equal(group[order], np.arange(length) // span):
+        raise tensors.bad(f"has a {role} whose groups are not of {span} inputs each")
+    return None if np.array_equal(order, np.arange(length)) else order
+
+
+def scale_spans(
+    tensors: Tensors,
+    scales: np.ndarray,
+    shape: Sequence[int],
+    *,
+    groups: Sequence[Any] = (),
+    blocks: Sequence[Any] = (),
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """The scales of a weight with a scale for each axis, and their spans: one for the tensor, channels, groups, blocks.
+
+    - `groups`, `blocks`: sizes that the config has, for this weight or others.
+    """
+    *lead, rows, length = shape
+    if scales.size == 1 and not lead:
+        return scales.reshape(1, 1), (WHOLE, WHOLE)
+    if scales.shape == (*lead, rows):
+        scales = scales[..., None]
+    if list(scales.shape[:-2]) != lead or scales.ndim < 2 or not scales.size:
+        raise tensors.bad(f"has scales of shape {scales.shape} for a weight of shape {tuple(shape)}")
+    for block in blocks:
+        if type(block) is list and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+            if scales.shape[-2:] == tuple(-(-n // size) for n, size in zip((rows, length), block, strict=True)):
+                return scales, (block[0], block[1])
+    if scales.shape[-2] != rows:
+        sizes = f", and blocks of {' or '.join(map(short, blocks))}" if blocks else ""
+        raise tensors.bad(f"has scales of shape {scales.shape} for a weight of shape {tuple(shape)}{sizes}")
+    return scales, (1, group_spans(tensors, length, scales.shape[-1], *groups))
+
+
+def wide_scales(scales: np.ndarray) -> np.ndarray:
+    """Scales that are powers of two, stored as exponents, in float32; others as they are."""
+    exponents = scales.dtype == np.uint8 or scales.dtype == ml_dtypes.float8_e8m0fnu
+    return scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32) if exponents else scales
+
+
+def bytes_of(name: str, codes: np.ndarray, scales: np.ndarray, spans: Sequence[int], dtype: np.dtype) -> Weight:
+    """A weight with a byte for each code, which are those of a lowbit format: a view of the file."""
+    return Weight(
+        name,
+        codes.shape,
+        trimmed(spans),
+        dtype,
+        lambda start, stop: {"codes": codes[start:stop]},
+        {"scales": scales},
+        direct=True,
+    )
+
+
+def nibbles(
+    name: str,
+    stored: np.ndarray,
+    scales: np.ndarray,
+    dtype: np.dtype,
+    block: int,
+    group_scales: np.ndarray | None = None,
+    **fields: Any,
+) -> Weight:
+    """A weight of E2M1 codes, two in a byte, the first in the low nibble, with blocks along the last axis."""
+    others = {"scales": scales} | ({} if group_scales is None else {"group_scales": group_scales})
+    return Weight(
+        name,
+        (*stored.shape[:-1], 2 * stored.shape[-1]),
+        (1, block),
+        dtype,
+        lambda start, stop: {"codes": reversed_bytes(stored[start:stop], 4)},
+        others,
+        **fields,
+    )
 
 
 def integers(

@@ -21,7 +21,7 @@ _ROLES = {"qweight": ".qweight", "qzeros": ".qzeros", "scales": ".scales"}
 def _find(names: Mapping[str, Any], settings: Settings) -> Iterator[Found]:
     settings.option("bits", (4,))
     settings.option("version", ("gemm", "GEMM"), "gemm")
-    for name, stored in grouped(names, ".qweight", _ROLES, path=settings.path):
+    for name, stored in grouped(names, ".qweight", _ROLES, path=settings.path, optional=("qzeros",)):
         yield Found(name, stored, partial(_read, settings=settings))
 
 
@@ -32,7 +32,12 @@ def _read(tensors: Tensors, settings: Settings) -> Weight:
     length = words.shape[0]
     if out % 8 or not groups:
         raise tensors.bad(f"has scales of shape {scales.shape}, and 8 outputs are in a word")
-    pairs = _bytes(tensors.get("qzeros", WORDS, (groups, out // 8)).view(np.uint32))
+    zeros = None
+    if "qzeros" in tensors:
+        pairs = _bytes(tensors.get("qzeros", WORDS, (groups, out // 8)).view(np.uint32))
+        zeros = np.stack([pairs >> 4, pairs & 15], -1).reshape(groups, out)
+    elif settings.options.get("zero_point", True):
+        raise tensors.bad("lacks its qzeros")
     return integers(
         bits=4,
         shape=(length, out),
@@ -40,7 +45,7 @@ def _read(tensors: Tensors, settings: Settings) -> Weight:
         dtype=dtype_of(scales, settings),
         codes=lambda start, stop: _bytes(words[start:stop]),
         scales=scales,
-        zeros=np.stack([pairs >> 4, pairs & 15], -1).reshape(groups, out),
+        zeros=zeros,
         ready=True,
         transposed=True,
     )

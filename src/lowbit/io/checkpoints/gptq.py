@@ -17,9 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from lowbit.formats.blocks import WHOLE
-
-from ._base import FLOATS, WORDS, Found, Method, Settings, Tensors, Weight, dtype_of, group_spans, grouped, integers
+from ._base import (
+    FLOATS,
+    WORDS,
+    Found,
+    Method,
+    Settings,
+    Tensors,
+    Weight,
+    dtype_of,
+    group_spans,
+    grouped,
+    integers,
+    order_of,
+)
 from ._bits import stream
 
 _ROLES = {"qweight": ".qweight", "qzeros": ".qzeros", "scales": ".scales", "g_idx": ".g_idx"}
@@ -47,7 +58,7 @@ def _read(tensors: Tensors, settings: Settings, *, shift: bool) -> Weight:
     if words.shape[0] != -(-length * bits // 32) or not groups:
         raise tensors.bad(f"has {words.shape[0]} rows of words, which do not hold codes of {bits} bits")
     span = group_spans(tensors, length, groups, settings.options.get("group_size"))
-    order = _order(tensors, length, groups, span)
+    order = order_of(tensors, "g_idx", length, groups, span)
     index = np.arange(length) if order is None else order
     zero = stream(zeros, bits, np.arange(out), axis=1)
     if shift:
@@ -63,20 +74,6 @@ def _read(tensors: Tensors, settings: Settings, *, shift: bool) -> Weight:
         transposed=True,
         order=order,
     )
-
-
-def _order(tensors: Tensors, length: int, groups: int, span: int) -> np.ndarray | None:
-    """The inputs sorted by group; None if they are."""
-    if "g_idx" not in tensors:
-        return None
-    group = tensors.get("g_idx", WORDS[:1], (length,)).astype(np.int64)
-    group = np.where(group < 0, group + groups, group)
-    if length and not (0 <= group.min() and group.max() < groups):
-        raise tensors.bad(f"has a g_idx from {group.min()} to {group.max()}, and {groups} groups")
-    order = np.argsort(group, kind="stable").astype(np.int32)
-    if span != WHOLE and not np.array_equal(group[order], np.arange(length) // span):
-        raise tensors.bad(f"has a g_idx whose groups are not of {span} inputs each")
-    return None if np.array_equal(order, np.arange(length)) else order
 
 
 GPTQ = Method("GPTQ", ("gptq",), _find, mark=".qweight")
