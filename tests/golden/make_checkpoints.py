@@ -120,6 +120,61 @@ def make_awq() -> None:
         write(name, tensors, config, "script")
 
 
+LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def float4(seed: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random E2M1 codes, two in a byte, the first in the low nibble, and their levels."""
+    codes = np.random.default_rng(seed).integers(0, 16, shape)
+    return (codes[..., ::2] | codes[..., 1::2] << 4).astype(np.uint8), LEVELS[codes]
+
+
+def make_fp8() -> None:
+    """DeepSeek-V3, with short blocks at both edges; compressed-tensors reads it back."""
+    import torch
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+
+    weight = torch.from_numpy(draw(5, 150, 140) * 5000).to(torch.float8_e4m3fn)
+    scales = torch.from_numpy(np.abs(draw(6, 2, 2)))
+    stored = {f"{MODULE}.weight": weight, f"{MODULE}.weight_scale_inv": scales}
+    converter = FP8BlockDequantizer(targets=["re:.*up_proj"], weight_block_size=(128, 128))
+    expected = converter.process(dict(stored))[f"{MODULE}.weight"]
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    write("fp8_block", stored | {f"expected.{MODULE}.weight": expected}, config, "compressed-tensors", "bfloat16")
+
+
+def make_gpt_oss() -> None:
+    """As transformers and OpenAI store it; the exponents reach beyond those of float16."""
+    stored, levels = float4(7, 2, 6, 64)
+    scales = np.random.default_rng(8).integers(100, 140, (2, 6, 2)).astype(np.uint8)
+    weight = levels * np.exp2(np.repeat(scales, 32, -1).astype(np.float32) - 127)
+    blocks, name = stored.reshape(2, 6, 2, 16), "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {f"{name}_blocks": blocks, f"{name}_scales": scales, f"{name}_bias": draw(9, 2, 6)}
+    tensors |= {f"expected.{name}": weight.swapaxes(1, 2)}
+    write("gpt_oss", tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "script")
+    name = "block.0.mlp.mlp1_weight"
+    write(
+        "gpt_oss_openai", {f"{name}.blocks": blocks, f"{name}.scales": scales, f"expected.{name}": weight}, {}, "script"
+    )
+
+
+def make_modelopt() -> None:
+    import torch
+
+    stored, levels = float4(10, 32, 64)
+    scales = torch.from_numpy(np.abs(draw(11, 32, 4)) * 1000).to(torch.float8_e4m3fn)
+    second = np.float32(0.0123)
+    weight = levels * np.repeat(scales.to(torch.float32).numpy() * second, 16, -1)
+    tensors = {f"{MODULE}.weight": stored, f"{MODULE}.weight_scale": scales, f"{MODULE}.weight_scale_2": second[...]}
+    tensors |= {f"{MODULE}.input_scale": np.float32(0.5)[...], f"expected.{MODULE}.weight": weight}
+    about = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}}
+    write("modelopt_nvfp4", tensors, {}, "script", **{"hf_quant_config.json": about})
+    codes = torch.from_numpy(draw(12, 32, 64) * 5000).to(torch.float8_e4m3fn)
+    tensors = {f"{MODULE}.weight": codes, f"{MODULE}.weight_scale": second[...]}
+    tensors |= {f"expected.{MODULE}.weight": codes.to(torch.float32).numpy() * second}
+    write("modelopt_fp8", tensors, {"quant_method": "modelopt", "quant_algo": "FP8"}, "script")
+
+
 # --- by compressed-tensors
 
 
@@ -250,6 +305,9 @@ def make_compressed_by_hand() -> None:
 MAKERS = {
     "gptq": make_gptq,
     "awq": make_awq,
+    "fp8": make_fp8,
+    "gpt_oss": make_gpt_oss,
+    "modelopt": make_modelopt,
     "compressed": make_compressed,
     "compressed by hand": make_compressed_by_hand,
 }

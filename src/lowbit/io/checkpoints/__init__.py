@@ -14,11 +14,14 @@ from ._base import Found, Method, Settings, Tensors, Weight
 from .awq import AWQ
 from .bitsandbytes import BITSANDBYTES
 from .compressed_tensors import COMPRESSED_TENSORS
+from .fp8 import FP8
+from .gpt_oss import GPT_OSS
 from .gptq import GPTQ
+from .modelopt import MODELOPT
 
 __all__ = ["CONFIGS", "METHODS", "Found", "Settings", "Tensors", "Weight", "detect", "refusal", "settings_of"]
 
-METHODS: tuple[Method, ...] = (GPTQ, AWQ, COMPRESSED_TENSORS, BITSANDBYTES)
+METHODS: tuple[Method, ...] = (GPTQ, AWQ, COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT, BITSANDBYTES)
 """The methods whose weights can be read."""
 
 CONFIGS = ("config.json", "quantize_config.json", "hf_quant_config.json")
