@@ -38,7 +38,7 @@ def write(
     version = "" if maker == "script" else f" {importlib.metadata.version(maker)}"
     model = {"quantization_config": config} | ({"torch_dtype": dtype} if dtype else {})
     about = {"config.json": json.dumps(model if config else {}), "maker": maker + version}
-    about |= {key: json.dumps(value) for key, value in files.items()}
+    about |= {key: value if isinstance(value, str) else json.dumps(value) for key, value in files.items()}
     save_file({key: as_torch(value) for key, value in tensors.items()}, OUT / f"{name}.safetensors", metadata=about)
     (OUT / f"{name}.safetensors").chmod(0o644)
 
@@ -302,7 +302,47 @@ def make_compressed_by_hand() -> None:
         write(name, tensors | {f"expected.{MODULE}.weight": weight}, config, "script")
 
 
+# --- by torchao
+
+
+def make_torchao() -> None:
+    import torch
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        quantize_,
+    )
+    from torchao.quantization.quant_primitives import MappingType
+    from torchao.quantization.quantize_.workflows import Int4Tensor
+
+    def save(name: str, weight: Any, expected: Any, maker: str = "torchao") -> None:
+        tensors, about = flatten_tensor_state_dict({f"{MODULE}.weight": weight})
+        tensors |= {f"expected.{MODULE}.weight": expected}
+        write(name, tensors, {"quant_method": "torchao"}, maker, **about)
+
+    intx = {f"int{bits}": IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(32)) for bits in (3, 4)}
+    configs = {"int8": Int8WeightOnlyConfig(), "fp8": Float8WeightOnlyConfig(), **intx}
+    configs["int4_zero"] = IntxWeightOnlyConfig(torch.int4, PerGroup(32), mapping_type=MappingType.ASYMMETRIC)
+    for seed, (name, config) in enumerate(configs.items()):
+        linear = torch.nn.Linear(128, 32, bias=False, dtype=torch.bfloat16)
+        linear.weight.data = torch.from_numpy(draw(seed, 32, 128)).to(torch.bfloat16)
+        quantize_(linear, config)
+        save(f"torchao_{name}", linear.weight, linear.weight.dequantize())
+    # The quantizer of this class runs on GPUs only.
+    codes, _, scales = integers(1, 4, 32, sym=True)
+    packed = (codes.T[:, ::2] - 8 & 15 | (codes.T[:, 1::2] - 8 & 15) << 4).astype(np.uint8).view(np.int8)
+    zeros = draw(2, 4, 32)
+    scales = scales.astype(np.float32)
+    weight = (codes - 8) * np.repeat(scales, 32, 0) + np.repeat(zeros, 32, 0)
+    parts = (torch.from_numpy(x) for x in (packed, scales, zeros))
+    save("torchao_int4", Int4Tensor(*parts, [1, 32], torch.Size([32, 128])), weight.T.astype(np.float32), "script")
+
+
 MAKERS = {
+    "torchao": make_torchao,
     "gptq": make_gptq,
     "awq": make_awq,
     "fp8": make_fp8,

@@ -17,11 +17,13 @@ from .compressed_tensors import COMPRESSED_TENSORS
 from .fp8 import FP8
 from .gpt_oss import GPT_OSS
 from .gptq import GPTQ
+from .mlx import MLX
 from .modelopt import MODELOPT
+from .torchao import TORCHAO
 
 __all__ = ["CONFIGS", "METHODS", "Found", "Settings", "Tensors", "Weight", "detect", "refusal", "settings_of"]
 
-METHODS: tuple[Method, ...] = (GPTQ, AWQ, COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT, BITSANDBYTES)
+METHODS: tuple[Method, ...] = (GPTQ, AWQ, COMPRESSED_TENSORS, FP8, GPT_OSS, MODELOPT, MLX, BITSANDBYTES, TORCHAO)
 """The methods whose weights can be read."""
 
 CONFIGS = ("config.json", "quantize_config.json", "hf_quant_config.json")

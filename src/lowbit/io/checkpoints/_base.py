@@ -221,11 +221,11 @@ class Weight:
     def dense(self, dtype: Any) -> np.ndarray:
         """Dequantize in float32 and round once."""
         out = np.empty(self.shape, dtype)
-        rows = np.moveaxis(out, self.row_axis, 0)
+        rows, row_order = np.moveaxis(out, self.row_axis, 0), self.order if self.rows_are_ordered else None
         for start, stop in self.steps():
             values = np.moveaxis(self.values(start, stop), self.row_axis, 0)
             with np.errstate(all="ignore"):  # values beyond the range of the dtype become infinite
-                rows[self.order[start:stop] if self.rows_are_ordered else slice(start, stop)] = values
+                rows[slice(start, stop) if row_order is None else row_order[start:stop]] = values
         return out
 
 

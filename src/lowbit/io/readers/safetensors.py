@@ -8,6 +8,7 @@ The `safetensors` package decides what a valid file is. The header is parsed her
 times the size of a hostile header, accepts duplicate names, and does not name the tensor in every error.
 """
 
+import dataclasses
 import math
 import os
 import warnings
@@ -169,7 +170,13 @@ class HuggingFaceDir(_SafetensorsReader):
                 f" {others[0]} may run any code when it is opened: save the model as safetensors." if others else ""
             )
             raise ValueError(f"{path} has neither {WEIGHTS} nor {INDEX_FILE}.{advice}")
-        super().__init__(path, self._file_of, metadata, strict, settings_of(path, configs, {}))
+        settings = settings_of(path, configs, {})
+        if settings.method == "torchao":  # which says in its files what each tensor is
+            self.path = path
+            files = {file: name for name, file in self._file_of.items()}
+            about = {key: value for name in files.values() for key, value in self._file(name).metadata.items()}
+            settings = dataclasses.replace(settings, metadata=about)
+        super().__init__(path, self._file_of, metadata, strict, settings)
 
     @property
     def other_files(self) -> tuple[Path, ...]:
