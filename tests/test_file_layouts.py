@@ -156,3 +156,31 @@ def test_zero_points_do_not_join_float_offsets() -> None:
     with lowbit.materialization("allow"):
         assert_close(joined(zeros, floats), np.concatenate([w, w]))
     np.testing.assert_array_equal(joined(zeros, zeros).materialize(), np.concatenate([w, w]))
+
+
+@pytest.mark.parametrize("name", ["q4_k", "iq4_xs", "zeros", "q4", "nvfp4", "nf4"])
+def test_moves_that_keep_groups_together_keep_their_codes(name: str) -> None:
+    if name in lowbit.FORMATS:
+        double = {"double_quant": True} if name == "nf4" else {}
+        q: Any = lowbit.quantize(jnp.asarray(RNG.standard_normal((N, K)), jnp.float32), name, axis=-1, **double)
+    else:
+        q, _ = case(name)
+    w, scales = np.asarray(q.materialize()), q.scales.dtype
+
+    @lowbit.implicit
+    def stacked(*layers: Any) -> Any:
+        return jnp.stack([layer.T for layer in layers])
+
+    with lowbit.materialization("error"):
+        stack = stacked(q, q, q)
+        np.testing.assert_array_equal(stack.materialize(), np.stack([w.T] * 3))
+        assert stack.nbytes == 3 * q.nbytes and stack.scales.dtype == scales
+        for fn in (lambda w: w[1], lambda w: w[1:], lambda w: w.reshape(3, 1, *w.shape[1:]), lambda w: w[::2]):
+            moved = lowbit.implicit(fn)(stack)
+            np.testing.assert_array_equal(moved.materialize(), fn(np.stack([w.T] * 3)))
+        assert lowbit.implicit(lambda w: w[1:])(stack).scales.dtype == scales
+        heads = lowbit.implicit(lambda w: jnp.swapaxes(w.reshape(4, 2, N // 8, K), 1, 2).reshape(N, K))(q)
+        want = np.swapaxes(w.reshape(4, 2, N // 8, K), 1, 2).reshape(N, K)
+        np.testing.assert_array_equal(heads.materialize(), want)
+        if name not in ("nvfp4", "nf4"):  # their groups are of the whole matrix
+            assert heads.nbytes == q.nbytes

@@ -373,6 +373,18 @@ class QuantizedArray(ShardedArray):
             return lax.dynamic_index_in_dim(component, self.index, 0, keepdims=False)
         return jnp.take(component, self.index, axis=0, mode="clip")
 
+    def movable(self, axes: Sequence[int]) -> Self:
+        """The array for moves along these stored axes, counted from the front.
+
+        Its scales are decoded (`plain`) if they are stored as codes, and one group scale covers more than one element
+        along one of these axes.
+        """
+        spans = self.component_spans() | dict.fromkeys(self.scale_components, (WHOLE, WHOLE))
+        groups = {name for name in self.components() if name not in (*self.packing, *self.scale_like)}
+        ndim = len(self.codes.shape)
+        keeps = all(span_of(spans[name], axis - ndim) == 1 for name in groups for axis in axes)
+        return self if keeps else self.plain()
+
     def map_components(self, fn: Callable[[Any, tuple[int, ...]], Any], **changes: Any) -> Self:
         """The same array with each component replaced by `fn(component, spans)`."""
         spans = self.component_spans() | dict.fromkeys(self.scale_components, (WHOLE, WHOLE))
