@@ -89,9 +89,9 @@ def test_hugging_face_directories_are_read_and_written(tiny: Path, tmp_path: Pat
     assert open_tensors(ours).type(name) == "nf4" and left_over(tmp_path) == []
     assert open_tensors(other).type("model.embed_tokens.weight") == "F32"
     run("convert", folder, tmp_path / "a.gguf", code=1)
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "hqq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    assert "was quantized by gptq" in run("convert", folder, tmp_path / "b", code=1).stderr
+    assert "was quantized by hqq" in run("convert", folder, tmp_path / "b", code=1).stderr
 
 
 def test_inspect_and_compare_list_the_tensors(tiny: Path, tmp_path: Path) -> None:

@@ -133,9 +133,9 @@ def test_types_without_a_format_are_dequantized_with_one_warning(tmp_path: Path)
 
 def test_a_model_of_another_method_is_refused(tmp_path: Path) -> None:
     path = directory(tmp_path)
-    (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
+    (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "hqq"}}))
     for work in (lowbit.load, lambda path: io.convert(path, tmp_path / "out")):
-        with pytest.raises(ValueError, match="was quantized by gptq, which cannot be read"):
+        with pytest.raises(ValueError, match="was quantized by hqq, which cannot be read"):
             work(path)
 
 

@@ -29,6 +29,7 @@ class Reader(ABC):
       and the tensor. Numbers are read from a memory map when a method asks for them.
     - It is a collection of names: `for name in reader`, `name in reader`, `len(reader)`, `reader.names`.
     - `path`: the file or directory. `metadata`: what it says about itself, as a dict.
+    - `refusal`: why a model cannot be loaded although its tensors can be listed; empty if it can be.
     - A method that gets an unknown name raises a `KeyError` with similar names.
 
     A subclass passes its entries by name to `__init__` and implements `shape`, `nbytes`, `type`, `array` and `dense`.
@@ -37,6 +38,7 @@ class Reader(ABC):
 
     path: Path
     metadata: dict[str, Any]
+    refusal: str = ""
 
     def __init__(self, path: Path, metadata: dict[str, Any], entries: Mapping[str, Any]):
         self.path, self.metadata, self._entries = path, metadata, entries
@@ -138,10 +140,5 @@ def _class_names(cls: type) -> set[str]:
 
 def check_method(file: Reader) -> None:
     """Raise if a model was quantized by a method that cannot be read: its integers mean nothing without it."""
-    config = file.metadata.get("config")
-    method = config.get("quantization_config") if isinstance(config, dict) else None
-    if isinstance(method, dict) and (method.get("quant_method") != "bitsandbytes" or method.get("load_in_8bit")):
-        name = "bitsandbytes in 8 bits" if method.get("load_in_8bit") else method.get("quant_method")
-        raise ValueError(
-            f"{file.path} was quantized by {name}, which cannot be read. NF4 of bitsandbytes and dense models can be."
-        )
+    if file.refusal:
+        raise ValueError(file.refusal)
