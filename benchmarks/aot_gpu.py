@@ -1,9 +1,10 @@
 """What NVIDIA's compilers report for the kernel, without a GPU. Run by aot.py, after `make test-gpu-aot`.
 
 `ptxas` and XLA report registers, spills and shared memory of the compiled kernel. Bytes are counted by running the
-kernel's own addresses over its grid, in sectors of 32 bytes: `weight` is how often each stored byte is loaded, `moved`
-everything that programs load and store (most of x from the L2 cache), `least` the stored weight, x and y once. `bound`
-is the time to move `least` at the published bandwidth of the chip: no kernel can be faster.
+kernel's own addresses over the programs of one tile of columns, since all tiles are alike, in sectors of 32 bytes:
+`weight` is how often each stored byte is loaded, `moved` everything that programs load and store (most of x from the L2
+cache), `least` the stored weight, x and y once. `bound` is the time to move `least` at the published bandwidth of the
+chip: no kernel can be faster.
 """
 
 import itertools
@@ -50,7 +51,10 @@ class Operand:
 
 
 def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
-    """The operands of a product after the kernel ran over its grid, without its arithmetic."""
+    """The operands of a product after the kernel ran over its grid, without its arithmetic.
+
+    Columns must fill their tiles: then each tile of columns accesses as much as the first, which is counted.
+    """
     from lowbit.kernels.gpu import kernel
     from lowbit.kernels.gpu.tiling import tiling_for
     from lowbit.kernels.product import Product
@@ -97,12 +101,17 @@ def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
         "_side_by_side": lambda planes: np.float32(0),
         "split": lambda *args: [None],
     }
+    rows, tiles, left = -(-m // tile.rows), n // tile.columns, n % tile.columns
+    if left:
+        raise ValueError(f"{n} columns do not fill tiles of {tile.columns}.")
     with mock.patch.multiple(kernel, **changes):
-        for number in range(tile.splits * -(-n // tile.columns) * -(-m // tile.rows)):
-            program.return_value = number
+        for share, row in itertools.product(range(tile.splits), range(rows)):
+            program.return_value = share * tiles * rows + row
             kernel._kernel(
                 np.zeros(1, np.int32), *operands.values(), w=w, contract=contract, tiling=tiling, precision=None
             )
+    for found in operands.values():
+        found.elements, found.bytes = found.elements * tiles, found.bytes * tiles
     return operands
 
 
