@@ -24,13 +24,23 @@ jax.config.update("jax_platforms", "cpu")  # before JAX detects devices
 SECTOR = 32
 
 
+class Place:
+    """`operand.at`: indexing it gives the operand and the index."""
+
+    def __init__(self, operand: "Operand"):
+        self.operand = operand
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.operand, place
+
+
 class Operand:
     """An array of which only the addresses matter; records the accesses to it."""
 
-    def __init__(self, array: Any):
-        self.shape, self.dtype = array.shape, np.dtype(array.dtype)
+    def __init__(self, shape: Any, dtype: Any):
+        self.shape, self.dtype = shape, np.dtype(dtype)
         self.elements, self.bytes = 0, 0
-        self.at = SimpleNamespace()
+        self.at = Place(self)
 
     @property
     def nbytes(self) -> int:
@@ -62,18 +72,6 @@ def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
     tiling = tiling_for(Product(x, w, contract, dtype))
     (m, _), n, tile = x.shape, w.shape[-3 - contract], tiling.tile
 
-    class Place:
-        def __init__(self, operand: Operand):
-            self.operand = operand
-
-        def __getitem__(self, place: Any) -> Any:
-            return self.operand, place
-
-    def operand(shape: Any, dtype: Any) -> Operand:
-        made = Operand(SimpleNamespace(shape=shape, dtype=dtype))
-        made.at = Place(made)
-        return made
-
     def load(place: Any, mask: Any = True, other: Any = 0) -> Any:
         found, index = place
         found.touch(index, mask)
@@ -85,9 +83,9 @@ def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
         return carry
 
     operands = {
-        "x": operand((1, *x.shape), x.dtype),
-        **{name: operand((1, *stored.shape), stored.dtype) for name, stored in w.components().items()},
-        "y": operand((tile.splits, 1, m, n), dtype if tile.splits == 1 else np.float32),
+        "x": Operand((1, *x.shape), x.dtype),
+        **{name: Operand((1, *stored.shape), stored.dtype) for name, stored in w.components().items()},
+        "y": Operand((tile.splits, 1, m, n), dtype if tile.splits == 1 else np.float32),
     }
     numpy = SimpleNamespace(arange=np.arange, zeros=np.zeros, minimum=np.minimum, float32=np.float32, int32=np.int32)
     empty = np.zeros((tile.rows, tile.columns), np.float32)
