@@ -34,14 +34,17 @@ class Layout:
     - `levels`: what a code means before scaling.
     - `block_size`: how many elements share a scale by default; None for the whole axis.
     - `scales`: what a scale code means; None for floats.
-    - `group`: what one group scale covers: "axis" for all blocks along the axis, "matrix", or None.
+    - `group`: what one group scale covers: "axis" for all blocks along the axis, "matrix", a number of elements along
+      the axis, or None.
+    - `group_divides`: scale codes are divided by the group scale instead of multiplied.
     - `weighting`: of squared errors in the search (see `search.weights_of`); None if scales are not searched for.
     """
 
     levels: Levels
     block_size: int | None
     scales: Levels | None = None
-    group: str | None = None
+    group: str | int | None = None
+    group_divides: bool = False
     weighting: str | None = "root"
 
     @property
@@ -84,7 +87,8 @@ class Layout:
         if self.group == "matrix":  # and all blocks along the axes of the scales, if these are others
             axes = range(-max(min(ndim, 2), len(spans)), 0)
             return tuple(WHOLE if axis >= -2 or span_of(spans, axis) != 1 else 1 for axis in axes)
-        return tuple(span if span == 1 else WHOLE for span in spans)
+        group = self.group if isinstance(self.group, int) else WHOLE
+        return tuple(span if span == 1 else group for span in spans)
 
 
 class Options(NamedTuple):

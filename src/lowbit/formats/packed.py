@@ -2,10 +2,16 @@
 
     value = level(code) * scale + offset,  scale = level(scale code) * group scale
 
-Offset, scale codes and group scales are optional. A new format is a `Layout` and a row in the table.
+Offset, scale codes and group scales are optional. Offsets that are stored as integers are zero points, in units of the
+scale, or codes in units of a group offset:
+
+    value = (level(code) - zero point) * scale,  value = level(code) * scale - offset code * group offset
+
+A new format is a `Layout` and a row in the table.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -15,18 +21,16 @@ import numpy as np
 from lowbit.runtime import aux_field
 
 from ._inputs import axis_spans, checked_block_size, checked_dtype, checked_input, checked_scale, raise_if_not_finite
+from .blocks import span_of, spread
 from .components import SCALE_DTYPES, checked_scale_dtype
+from .file_layouts import E2M1, E4M3, E5M2, E8M0, FILE_LAYOUTS
 from .layout import Layout, Options, encode_blocks
-from .levels import Floats, Integers, Levels, Powers, Table
+from .levels import Floats, Integers, Levels, Table
 from .quantized import QuantizedArray, stored
 from .table import FORMATS, Format, register_format
 
 # Scales as signed floats of 1 + 3 + 4 bits: a sign mirrors a table that is not symmetric.
 SIGNED8 = Floats(8, exponent=3, mantissa=4, negative_zero_is_nan=True)
-E8M0 = Powers(8)
-E4M3 = Floats(8, exponent=4, mantissa=3, reserved=1)
-E5M2 = Floats(8, exponent=5, mantissa=2, reserved=4)
-E2M1 = Floats(4, exponent=2, mantissa=1)
 _NATIVE: dict[Levels | None, str] = {SIGNED8: "signed8", E8M0: "e8m0", E4M3: "e4m3", E5M2: "e5m2"}
 
 
@@ -37,6 +41,7 @@ class PackedArray(QuantizedArray):
     high: jax.Array | None = None
     offsets: jax.Array | None = None
     group_scales: jax.Array | None = None
+    group_offsets: jax.Array | None = None
     format_name: str = aux_field()
     affine: bool = aux_field(default=False)  # integers from 0, with an offset
 
@@ -84,9 +89,7 @@ class PackedArray(QuantizedArray):
             offset, searches and search is not False, checked_scale_dtype(scale_dtype or np.float32, format_name)
         )
         options.check(layout, format_name)
-        components = dict.fromkeys(("high", "offsets", "group_scales")) | encode_blocks(
-            array, spans, layout, options, given
-        )
+        components = encode_blocks(array, spans, layout, options, given)
         quantized = cls.build(
             shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, affine=offset, **components
         )
@@ -116,7 +119,8 @@ class PackedArray(QuantizedArray):
 
     @property
     def scale_codec(self) -> str | None:
-        return _NATIVE.get(self.layout.scales) if self._has_scale_codes() else None
+        known = self._has_scale_codes() and not isinstance(self.layout.group, int) and not self.layout.group_divides
+        return _NATIVE.get(self.layout.scales) if known else None
 
     def levels(self, *codes: jax.Array) -> jax.Array:
         low, *high = codes
@@ -135,14 +139,15 @@ class PackedArray(QuantizedArray):
         spans = super().component_spans()
         if self.offsets is not None:
             spans["offsets"] = self.spans
-        if self.group_scales is not None:
-            spans["group_scales"] = self.layout.group_spans(self.spans, len(self.codes.shape))
-        return spans
+        groups = [name for name in ("group_scales", "group_offsets") if getattr(self, name) is not None]
+        return spans | dict.fromkeys(groups, self.layout.group_spans(self.spans, len(self.codes.shape)))
 
     def component_dtypes(self) -> dict[str, tuple[np.dtype, ...]]:
         scales = (np.dtype(np.uint8),) if self._has_scale_codes() else SCALE_DTYPES
-        floats = {name: SCALE_DTYPES for name in ("offsets", "group_scales") if getattr(self, name) is not None}
-        return {**dict.fromkeys(self.packing, self.code_dtypes), "scales": scales, **floats}
+        floats = {name: SCALE_DTYPES for name in ("group_scales", "group_offsets") if getattr(self, name) is not None}
+        offsets = (*self.code_dtypes, *SCALE_DTYPES) if self.group_offsets is None else self.code_dtypes
+        found = {**dict.fromkeys(self.packing, self.code_dtypes), "scales": scales, **floats}
+        return found if self.offsets is None else found | {"offsets": offsets}
 
     def _has_scale_codes(self) -> bool:
         return self.layout.scales is not None and getattr(self.scales, "dtype", None) not in SCALE_DTYPES
@@ -153,22 +158,58 @@ class PackedArray(QuantizedArray):
         codec = self.layout.scales
         assert codec is not None
         scales = codec.decode(self.scales)
-        return scales if self.group_scales is None else scales * self.group_scales.astype(jnp.float32)
+        if self.group_scales is None:
+            return scales
+        group = self._by_block(self.group_scales)
+        if not self.layout.group_divides:
+            return scales * group
+        # A divisor for each scale: by one number the compiler would multiply with its rounded reciprocal.
+        return scales / jnp.where(jnp.isnan(scales), 1, group)
+
+    def _by_block(self, group: jax.Array) -> jax.Array:
+        """Values of groups as float32, one for each block, or one for the whole axis."""
+        groups = self.layout.group_spans(self.spans, group.ndim)
+        ratios = [span // (span_of(self.spans, axis - len(groups)) or 1) for axis, span in enumerate(groups)]
+        return spread(group.astype(jnp.float32), ratios, self.scales.shape[-len(groups) :])
+
+    def _has_offset_codes(self) -> bool:
+        return getattr(self.offsets, "dtype", None) in self.code_dtypes
 
     def offset_values(self) -> jax.Array | None:
-        return None if self.offsets is None else self.offsets.astype(jnp.float32)
+        if self.offsets is None:
+            return None
+        offsets = self.offsets.astype(jnp.float32)
+        if not self._has_offset_codes():
+            return offsets
+        unit = self.scale_values() if self.group_offsets is None else self._by_block(self.group_offsets)
+        return -offsets * unit
+
+    def scaled(self, levels: jax.Array, spread: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        if self._has_offset_codes() and self.group_offsets is None:
+            # The difference of integers is exact, where that of two products with a float32 scale would not be.
+            array = self.without_offsets()
+            assert self.offsets is not None
+            return array.scaled(levels - spread(self.offsets.astype(jnp.float32)), spread)
+        return super().scaled(levels, spread)
 
     def without_offsets(self) -> Self:
-        return self.replace(offsets=None)
+        return self.replace(offsets=None, group_offsets=None)
+
+    @property
+    def format_label(self) -> str:
+        return self.format_name
 
     def plain(self) -> Self:
-        if not self._has_scale_codes():
-            return self
-        return self.replace(scales=self.scale_values(), group_scales=None)
+        changes: dict[str, Any] = {}
+        if self._has_scale_codes():
+            changes = {"scales": self.scale_values(), "group_scales": None}
+        if self.group_offsets is not None:
+            changes |= {"offsets": self.offset_values(), "group_offsets": None}
+        return self.replace(**changes) if changes else self
 
 
 def layout_of(name: str) -> Layout:
-    layout = FORMATS[name].layout if name in FORMATS else None
+    layout = FORMATS[name].layout if name in FORMATS else FILE_LAYOUTS.get(name)
     if layout is None:
         known = ", ".join(row.name for row in FORMATS.values() if row.layout is not None) or "none so far"
         raise ValueError(f"{name!r} is not a declared format ({known}): declare it with lowbit.formats.declare first.")

@@ -169,6 +169,7 @@ class QuantizedArray(ShardedArray):
         """An array of stored `shape` from its fields, by their own names."""
         new = object.__new__(cls)
         defaults = {"index": None, "transposed": False, "lengths": (), "use_kernel": True, "compute": "exact"}
+        defaults |= {name: None for name in cls._fields()[0] if getattr(cls, name, 0) is None}
         new.__dict__.update(defaults, dtype=np.dtype(dtype), **fields)
         new = new.reshaped(shape, spans)
         where = None if isinstance(new.codes, Tracer) else getattr(new.codes, "sharding", None)
@@ -339,19 +340,12 @@ class QuantizedArray(ShardedArray):
         array = self.resolved()
         shape = array.stored_shape
         values = array.unpacked_levels(*(getattr(array, name) for name in array.packing), length=shape[-1])
-        return array.scaled(
-            values, array.scale_values(), array.offset_values(), partial(spread, spans=array.spans, shape=shape)
-        )
+        return array.scaled(values, partial(spread, spans=array.spans, shape=shape))
 
-    @staticmethod
-    def scaled(
-        levels: jax.Array,
-        scales: jax.Array,
-        offsets: jax.Array | None,
-        spread: Callable[..., jax.Array] = lambda values: values,
-    ) -> jax.Array:
+    def scaled(self, levels: jax.Array, spread: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """`levels * scale + offset`, with each product rounded; `spread` gives a scale to each element."""
-        values = levels * spread(lax.stop_gradient(scales))
+        values = levels * spread(lax.stop_gradient(self.scale_values()))
+        offsets = self.offset_values()
         return values if offsets is None else unfused(values) + spread(lax.stop_gradient(offsets))
 
     def unpacked_levels(self, *code_components: jax.Array, length: int) -> jax.Array:
@@ -379,6 +373,18 @@ class QuantizedArray(ShardedArray):
             return lax.dynamic_index_in_dim(component, self.index, 0, keepdims=False)
         return jnp.take(component, self.index, axis=0, mode="clip")
 
+    def movable(self, axes: Sequence[int]) -> Self:
+        """The array for moves along these stored axes, counted from the front.
+
+        Its scales are decoded (`plain`) if they are stored as codes, and one group scale covers more than one element
+        along one of these axes.
+        """
+        spans = self.component_spans() | dict.fromkeys(self.scale_components, (WHOLE, WHOLE))
+        groups = {name for name in self.components() if name not in (*self.packing, *self.scale_like)}
+        ndim = len(self.codes.shape)
+        keeps = all(span_of(spans[name], axis - ndim) == 1 for name in groups for axis in axes)
+        return self if keeps else self.plain()
+
     def map_components(self, fn: Callable[[Any, tuple[int, ...]], Any], **changes: Any) -> Self:
         """The same array with each component replaced by `fn(component, spans)`."""
         spans = self.component_spans() | dict.fromkeys(self.scale_components, (WHOLE, WHOLE))
@@ -396,7 +402,10 @@ class QuantizedArray(ShardedArray):
 
     def _scaled_by(self, fn: Callable[[jax.Array], jax.Array]) -> Self:
         array = self.plain()
-        return array.replace(**{name: fn(getattr(array, name).astype(jnp.float32)) for name in array.scale_like})
+        scaled = {name: getattr(array, name) for name in array.scale_like}
+        # Zero points, which are integers, are in units of the scales.
+        floats = {name: values for name, values in scaled.items() if jnp.issubdtype(values.dtype, jnp.floating)}
+        return array.replace(**{name: fn(values.astype(jnp.float32)) for name, values in floats.items()})
 
     # Python numbers are handled here, since the compiled operators of the base class would trace them.
 
@@ -425,8 +434,13 @@ class QuantizedArray(ShardedArray):
         """
         return format_of(self)
 
+    @property
+    def format_label(self) -> str | None:
+        """The name of the format; None for a class that is not in the table."""
+        return self.format.name if self.format else None
+
     def _facts(self) -> list[str]:
-        name = [repr(self.format.name)] if self.format else []
+        name = [repr(self.format_label)] if self.format_label else []
         shared = [f"axis={self.axis}", f"block_size={self.block_size}"] if self.scale_axes else []
         bits = [f"{8 * self.nbytes / self.size:.4g} bits per weight"] if self.size else []
         where: Any = getattr(self.codes, "sharding", None)

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from lowbit.models.sharding import shardings
 from lowbit.runtime._compat import mesh_in_context
 
 from ._checks import short
-from ._dtypes import DTYPES
 from ._mapping import Source, Target, sources
 from .bitsandbytes import DequantizedWarning
 from .container._header import OWN, Container, Key, Tensor, children_of, open_contents, path_name
 from .container._layout import index_files, outlined, remove_shard_files
 from .container._write import save_together, write_file
 from .readers import LowbitFile, Reader, is_lowbit_file, open_tensors
-from .readers._base import check_method, is_stored
+from .readers._base import check_method, decoded_types
 from .readers.lowbit import on_device
 
 
@@ -68,8 +66,8 @@ def load(path: str | os.PathLike[str], like: Any = None, *, mapping: Mapping[str
 
     - A lowbit file gives the tree that was saved: dicts, lists and tuples of its arrays.
     - A GGUF file, another safetensors file, or a Hugging Face directory gives a dict of its arrays by name. Tensors
-      stored in a lowbit format (NF4 of bitsandbytes; Q8_0 and TQ2_0 of GGUF) stay quantized. Other types that have to
-      be decoded are dequantized to float32, with a `DequantizedWarning`.
+      stored in a lowbit format (NF4 of bitsandbytes; most types of GGUF) stay quantized. Other types that have to be
+      decoded are dequantized to float32, with a `DequantizedWarning`.
     - `like`: a tree of the same structure, for containers other than dicts, lists and tuples, which are taken from it.
       Its leaves, arrays or `jax.ShapeDtypeStruct`s, must match the file in shape and dtype, and quantized ones also in
       format. A numpy leaf gives a numpy array.
@@ -144,15 +142,8 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _flat_tree(file: Reader) -> Container:
     """The arrays of a file of another library, by name."""
     check_method(file)
-    kinds = Counter(file.type(name) for name in file)
-    decoded = [kind for kind in kinds if kind not in DTYPES and not is_stored(kind)]
-    if decoded:
-        which = ", ".join(f"{kinds[kind]} of type {kind}" for kind in decoded)
-        warnings.warn(
-            f"{file.path}: tensors are dequantized to float32, since lowbit has no format for them: {which}.",
-            category=DequantizedWarning,
-            stacklevel=3,
-        )
+    if decoded := decoded_types(file):
+        warnings.warn(decoded, category=DequantizedWarning, stacklevel=3)
     return Container("dict", {name: file.array(name) for name in file})
 
 

@@ -92,6 +92,7 @@ class SavedNF4:
     packed: np.ndarray
     absmax: np.ndarray
     nested: _Nested | None
+    format: str = "nf4"
 
     @classmethod
     def read(cls, name: str, components: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> Self:
@@ -139,9 +140,10 @@ class SavedNF4:
         return cls(shape, dtype, block, packed, absmax, nested)
 
     @property
-    def crosses_rows(self) -> bool:
-        """Whether a block begins in one row and ends in another."""
-        return _crosses_rows(self.shape, self.block_size)
+    def problem(self) -> str:
+        """Why no lowbit array has these bits: a block begins in one row and ends in another. Empty if one has."""
+        crosses = _crosses_rows(self.shape, self.block_size)
+        return f"its blocks of {self.block_size} cross its rows of {self.shape[-1]}" if crosses else ""
 
     def scales(self) -> np.ndarray:
         """The scale of each block in float32."""

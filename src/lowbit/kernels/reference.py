@@ -32,9 +32,7 @@ def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     spans = w.component_spans()
     codes = (_chosen(getattr(w, name), spans[name], rows) for name in w.packing)
     values = w.unpacked_levels(*codes, length=w.stored_shape[-1])
-    return w.scaled(values, w.scale_values(), w.offset_values(), lambda scales: of_rows(w, scales, rows)).astype(
-        w.dtype
-    )
+    return w.scaled(values, lambda scales: of_rows(w, scales, rows)).astype(w.dtype)
 
 
 def of_rows(w: QuantizedArray, scales: jax.Array, rows: jax.Array) -> jax.Array:

@@ -14,18 +14,30 @@ from lowbit.runtime import register
 from .structural import expanded, full_spans, is_packed, sliced, squeezed, unpacked, untransposed
 
 
-def alike(arrays: Sequence[Any], *, but_for: Sequence[str] = ("lengths",)) -> list[QuantizedArray] | None:
+def alike(
+    arrays: Sequence[Any], axes: Sequence[int] | None = None, *, but_for: Sequence[str] = ("lengths",)
+) -> list[QuantizedArray] | None:
     """The arrays in one storage order, or None if their codes or scales have different meanings.
+
+    `axes`: those along which elements are moved; default all.
 
     Scales of several dtypes are promoted, so that no value changes. Static fields named by `but_for` may differ.
     """
     if not all(type(a) is type(arrays[0]) for a in arrays):
         return None
-    arrays = [a.resolved().plain() for a in arrays]
+    arrays = [a.resolved() for a in arrays]
     if len({a.transposed for a in arrays}) > 1:
         arrays = [untransposed(a) for a in arrays]
+    touched = range(arrays[0].ndim) if axes is None else axes
+    moved = [a.movable([a.swapped(axis - a.ndim) + a.ndim for axis in touched]) for a in arrays]
+    # One array may have its scales decoded already.
+    stored = {tuple((name, _is_float(x)) for name, x in a.components().items()) for a in moved}
+    arrays = moved if len(stored) == 1 else [a.plain() for a in arrays]
     kinds = {jax.tree.structure(a.replace(**dict.fromkeys(but_for))) for a in arrays}
     if len(kinds) > 1:
+        return None
+    # Offsets may be floats in one array and zero points in units of the scale in another.
+    if any(len({_is_float(getattr(a, name)) for a in arrays}) > 1 for name in arrays[0].components()):
         return None
     dtypes = {name: jnp.result_type(*(getattr(a, name).dtype for a in arrays)) for name in arrays[0].components()}
     return [
@@ -34,13 +46,17 @@ def alike(arrays: Sequence[Any], *, but_for: Sequence[str] = ("lengths",)) -> li
     ]
 
 
+def _is_float(component: Any) -> bool:
+    return bool(jnp.issubdtype(component.dtype, jnp.floating))
+
+
 @register("concatenate")
 def _(*operands: QuantizedArray, dimension: int) -> Any:
     return _concatenated(operands, dimension)
 
 
 def _concatenated(operands: Sequence[QuantizedArray], dimension: int) -> Any:
-    arrays = alike(operands)
+    arrays = alike(operands, [dimension])
     if arrays is None:
         return NotImplemented
     first = arrays[0]
@@ -56,7 +72,8 @@ def _concatenated(operands: Sequence[QuantizedArray], dimension: int) -> Any:
     else:
         apart = [unpacked(a) for a in arrays]
         codes = {name: pack(lax.concatenate([a[name] for a in apart], axis), n) for name, n in first.packing.items()}
-    scales = {name: lax.concatenate([getattr(a, name) for a in arrays], axis) for name in first.scale_like}
+    others = [name for name in first.components() if name not in first.packing]
+    scales = {name: lax.concatenate([getattr(a, name) for a in arrays], axis) for name in others}
     return first.reshaped(shape, spans, **scales, **codes)
 
 

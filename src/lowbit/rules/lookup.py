@@ -97,7 +97,7 @@ class _Gather:
         else:  # codes unpack along the last axis
             moved = (jnp.moveaxis(component, at, -1) for component in codes)
             values = jnp.moveaxis(w.unpacked_levels(*moved, length=self.sizes[-1]), -1, at)
-        return w.scaled(values, w.scale_values(), w.offset_values(), wide).astype(w.dtype)
+        return w.scaled(values, wide).astype(w.dtype)
 
     def _rows(self, name: str, component: jax.Array, inside: jax.Array) -> jax.Array:
         """What a component stores for the elements taken."""

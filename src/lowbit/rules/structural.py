@@ -36,8 +36,8 @@ def moved_codes(
 
 
 def moved_scales(w: QuantizedArray, fn: Callable[[jax.Array], jax.Array]) -> dict[str, jax.Array]:
-    """The scales, and the offsets if there are some, as `fn` moves them."""
-    return {name: fn(getattr(w, name)) for name in w.scale_like}
+    """The scales as `fn` moves them, and whatever else an array has beside its codes: offsets, scales of groups."""
+    return {name: fn(component) for name, component in w.components().items() if name not in w.packing}
 
 
 def unpacked(w: QuantizedArray) -> dict[str, jax.Array]:
@@ -89,7 +89,7 @@ def stored_permuted(w: QuantizedArray, order: Sequence[int], transposed: bool) -
         return w.replace(transposed=transposed)
     last_moves = order[-1] != len(order) - 1
     codes = moved_codes(w, lambda codes: lax.transpose(codes, order), along_last=last_moves)
-    w = w.plain()
+    w = w.movable([a for i, a in enumerate(order) if i != a])
     shape, spans = w.stored_shape, full_spans(w)
     return w.reshaped(
         [shape[a] for a in order],
@@ -125,9 +125,9 @@ def squeezed(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
         index = lax.squeeze(w.index, [a for a in axes if a < layers])
         rest = [a - layers + 1 for a in axes if a >= layers]
         return squeezed(w.replace(index=None), rest).replace(index=index)
-    w = w.plain()
     ndim = w.ndim
     gone = [w.swapped(a - ndim) + ndim for a in axes]
+    w = _movable_in_rank(w, ndim, gone)
     kept = [a for a in range(ndim) if a not in gone]
     shape, spans = w.stored_shape, full_spans(w)
     flag = w.transposed and not any(a >= ndim - 2 for a in gone)
@@ -141,6 +141,12 @@ def squeezed(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
     )
 
 
+def _movable_in_rank(w: QuantizedArray, ndim: int, axes: Sequence[int]) -> QuantizedArray:
+    """The array for adding or removing these axes, of `ndim`: a group scale may be that of the last two axes."""
+    last = range(w.ndim - min(w.ndim, 2), w.ndim)
+    return w.movable(last if any(axis >= ndim - 2 for axis in axes) else ())
+
+
 def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
     """The array with axes of size one at these positions of the result."""
     if not axes:
@@ -150,8 +156,8 @@ def expanded(w: QuantizedArray, axes: Sequence[int]) -> QuantizedArray:
             shift = 1 - w.index.ndim
             return _under_index(w, lambda stack: expanded(stack, [a + shift for a in axes]))
         return expanded(w.resolved(), axes)
-    w = w.plain()
     ndim = w.ndim + len(axes)
+    w = _movable_in_rank(w, ndim, axes)
     if any(a >= ndim - 2 for a in axes):
         w = untransposed(w)
     old = iter(zip(w.stored_shape, full_spans(w), strict=True))
@@ -203,7 +209,6 @@ def reshaped(w: QuantizedArray, shape: Sequence[int]) -> Any:
         return _under_index(w, lambda whole: reshaped(whole, [stack, *shape[layers:]]))
     if w.size == 0:
         return NotImplemented
-    w = w.plain()
     ones = [a for a, n in enumerate(w.shape) if n == 1]
     new_ones = [a for a, n in enumerate(shape) if n == 1]
     core = [n for n in shape if n != 1]
@@ -219,14 +224,16 @@ def _reshaped_core(w: QuantizedArray, shape: Sequence[int]) -> Any:
     if tuple(shape) == w.shape:
         return w
     w = untransposed(w)
-    old_shape, old_spans = w.stored_shape, full_spans(w)
-    sizes: list[int] = []  # of the scales, with each group of axes merged
+    old_shape, groups = w.stored_shape, _groups(w.stored_shape, shape)
+    w = w.movable([a for old, new in groups if not _is_kept(old, new, old_shape, shape) for a in old])
+    old_spans = full_spans(w)
+    counts: list[list[int]] = []  # of the scales, along the axes of each group that is merged
     repeats: list[int] = []
     spans: list[int] = []
-    for old, new in _groups(old_shape, shape):
+    for old, new in groups:
         lengths = [old_shape[a] for a in old]
-        if lengths == [shape[a] for a in new]:
-            sizes += [w.scales.shape[a] for a in old]
+        if _is_kept(old, new, old_shape, shape):
+            counts += [[a] for a in old]
             repeats += [1] * len(old)
             spans += [old_spans[a] for a in old]
             continue
@@ -235,21 +242,28 @@ def _reshaped_core(w: QuantizedArray, shape: Sequence[int]) -> Any:
         if covered is None or split is None:
             return NotImplemented
         span, new_spans = split
-        sizes.append(math.prod(lengths) // covered)
+        counts.append(old)
         repeats.append(covered // span)
         spans += new_spans
 
     def resized(scales: jax.Array) -> jax.Array:
+        sizes = [math.prod(scales.shape[a] for a in old) for old in counts]
+        same = {new[0]: scales.shape[old[0]] for old, new in groups if _is_kept(old, new, old_shape, shape)}
         scales = scales.reshape(sizes)
         for axis, times in enumerate(repeats):
             scales = repeated(scales, axis - len(sizes), times, sizes[axis] * times)
-        return scales.reshape([stored_length(n, span) for n, span in zip(shape, spans, strict=True)])
+        lengths = enumerate(zip(shape, spans, strict=True))
+        return scales.reshape([same[a] if a in same else stored_length(n, span) for a, (n, span) in lengths])
 
     if all(n % per_byte == 0 for n in (old_shape[-1], shape[-1]) for per_byte in w.packing.values()):
         codes = {name: getattr(w, name).reshape(*shape[:-1], shape[-1] // n) for name, n in w.packing.items()}
     else:
         codes = moved_codes(w, lambda codes: codes.reshape(shape))
     return w.reshaped(shape, spans, **moved_scales(w, resized), **codes)
+
+
+def _is_kept(old: Sequence[int], new: Sequence[int], old_shape: Sequence[int], shape: Sequence[int]) -> bool:
+    return [old_shape[a] for a in old] == [shape[a] for a in new]
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -338,12 +352,14 @@ def sliced(w: QuantizedArray, starts: Sequence[Any], sizes: Sequence[int]) -> An
     """The window of these sizes at `starts`, which may be traced and must be in bounds."""
     if _is_layer(w, sizes):
         return layer(w, starts[0])
-    w = w.resolved().plain()
+    w = w.resolved()
     ndim = w.ndim
     axes = [w.swapped(a - ndim) + ndim for a in range(ndim)]
     starts, sizes = [starts[a] for a in axes], [sizes[a] for a in axes]
-    shape, spans = list(w.stored_shape), full_spans(w)
+    shape = list(w.stored_shape)
     moved = [a for a in range(ndim) if sizes[a] != shape[a]]
+    w = w.movable(moved)
+    spans = full_spans(w)
     scales, at = moved_scales(w, lambda scales: scales), list(starts)
     for a in moved:
         if spans[a] == WHOLE:

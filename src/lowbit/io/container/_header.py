@@ -376,6 +376,8 @@ class Contents:
         self, cls: type[QuantizedArray], static: dict[str, Any], components: dict[str, Any], path: tuple[Key, ...]
     ) -> QuantizedArray:
         fields, names = cls._fields()
+        # A component that a later version added may be missing.
+        components = {name: None for name in fields if getattr(cls, name, 0) is None} | components
         if {*static} != {*names} or {*components} != {*fields}:
             odd = short(sorted({*static, *components} ^ {*names, *fields}))
             raise self.bad(path_name(path), f"has other fields than the class {cls.__name__}: {odd}")

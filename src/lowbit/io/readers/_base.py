@@ -2,6 +2,7 @@
 
 import difflib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,14 @@ import numpy as np
 
 from lowbit.formats import FORMATS, QuantizedArray
 from lowbit.formats.blocks import WHOLE
+from lowbit.formats.file_layouts import FILE_LAYOUTS
 
 from .._chunks import Chunked, struct_of
 from .._dtypes import DTYPES
+from .._gguf_blocks import BLOCK_TYPES
 from .._maps import located, release
 from .._regions import Region
 from ._file_regions import region_reader
-
-# Types of other files whose bits are those of a lowbit format.
-_SAME_BITS = ("Q8_0", "TQ2_0")
 
 
 class Reader(ABC):
@@ -29,6 +29,7 @@ class Reader(ABC):
       and the tensor. Numbers are read from a memory map when a method asks for them.
     - It is a collection of names: `for name in reader`, `name in reader`, `len(reader)`, `reader.names`.
     - `path`: the file or directory. `metadata`: what it says about itself, as a dict.
+    - `refusal`: why a model cannot be loaded although its tensors can be listed; empty if it can be.
     - A method that gets an unknown name raises a `KeyError` with similar names.
 
     A subclass passes its entries by name to `__init__` and implements `shape`, `nbytes`, `type`, `array` and `dense`.
@@ -37,6 +38,7 @@ class Reader(ABC):
 
     path: Path
     metadata: dict[str, Any]
+    refusal: str = ""
 
     def __init__(self, path: Path, metadata: dict[str, Any], entries: Mapping[str, Any]):
         self.path, self.metadata, self._entries = path, metadata, entries
@@ -116,12 +118,20 @@ def _read_whole(read: Callable[[str], Any], name: str) -> Callable[[Region], Any
 
 
 def is_stored(kind: str) -> bool:
-    """Whether tensors of a type are quantized arrays: of a lowbit format, or of a user's class.
+    """Whether tensors of a type are quantized arrays: of a lowbit format or a file's, or of a user's class.
 
-    >>> is_stored("nf4"), is_stored("Q8_0"), is_stored("Q4_1"), is_stored("BF16")
+    >>> is_stored("nf4"), is_stored("Q4_K"), is_stored("IQ2_XS"), is_stored("BF16")
     (True, True, False, False)
     """
-    return kind in FORMATS or kind in _SAME_BITS or kind in _class_names(QuantizedArray)
+    return any(kind in names for names in (FORMATS, FILE_LAYOUTS, BLOCK_TYPES)) or kind in _class_names(QuantizedArray)
+
+
+def decoded_types(file: Reader) -> str | None:
+    """A sentence on the tensors that are dequantized when they are read; None if there are none."""
+    kinds = Counter(file.type(name) for name in file)
+    which = ", ".join(f"{n} of type {kind}" for kind, n in kinds.items() if kind not in DTYPES and not is_stored(kind))
+    told = f"{file.path}: tensors are dequantized to float32, since lowbit has no format for them: {which}."
+    return told if which else None
 
 
 def _class_names(cls: type) -> set[str]:
@@ -130,10 +140,5 @@ def _class_names(cls: type) -> set[str]:
 
 def check_method(file: Reader) -> None:
     """Raise if a model was quantized by a method that cannot be read: its integers mean nothing without it."""
-    config = file.metadata.get("config")
-    method = config.get("quantization_config") if isinstance(config, dict) else None
-    if isinstance(method, dict) and (method.get("quant_method") != "bitsandbytes" or method.get("load_in_8bit")):
-        name = "bitsandbytes in 8 bits" if method.get("load_in_8bit") else method.get("quant_method")
-        raise ValueError(
-            f"{file.path} was quantized by {name}, which cannot be read. NF4 of bitsandbytes and dense models can be."
-        )
+    if file.refusal:
+        raise ValueError(file.refusal)

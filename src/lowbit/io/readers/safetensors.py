@@ -1,12 +1,14 @@
 """Reading safetensors files, and Hugging Face directories of them.
 
 Such files have no checksums and are not trusted: whatever is inconsistent raises one `ValueError` that names the file
-and the tensor. Tensors are read on request, from a memory map. NF4 tensors of bitsandbytes appear as one tensor each.
+and the tensor. Tensors are read on request, from a memory map. The tensors of a quantized weight (`io.checkpoints`)
+appear as one, under the name and shape that the weight has in a dense checkpoint.
 
 The `safetensors` package decides what a valid file is. The header is parsed here first, since the package needs 35
 times the size of a hostile header, accepts duplicate names, and does not name the tensor in every error.
 """
 
+import dataclasses
 import math
 import os
 import warnings
@@ -18,89 +20,98 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from lowbit.formats import QuantizedArray
-
 from .._checks import are_counts, bad_tensor, can_be_a_shape, checked_field, checked_json
+from .._chunks import Chunked
 from .._directory import INDEX_FILE, WEIGHTS
 from .._dtypes import DTYPES
 from .._maps import mapped
-from ..bitsandbytes import DequantizedWarning, SavedNF4, saved_components
+from ..bitsandbytes import DequantizedWarning, SavedNF4
+from ..checkpoints import CONFIGS, Settings, Tensors, Weight, detect, refusal, settings_of
 from ..container._header import SHA256
 from ._base import Reader
+from ._weights import weight_chunks
 
 _MOST_AXES = 64  # the limit of numpy
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 class _SafetensorsReader(Reader):
-    """Tensors of safetensors files. Those that bitsandbytes saved as several tensors appear as one.
+    """Tensors of safetensors files. The tensors of a quantized weight appear as one.
 
     - `dequantized`: for each tensor that `array` could not give with its stored bits, the reason.
     """
 
     dequantized: dict[str, str]
 
-    def __init__(self, path: Path, names: Iterable[str], metadata: dict[str, Any], strict: bool):
-        names = tuple(names)
+    def __init__(self, path: Path, names: Iterable[str], metadata: dict[str, Any], strict: bool, settings: Settings):
+        listed = dict.fromkeys(names)
         self.dequantized, self._strict = {}, strict
-        self._components = saved_components(names, path)
-        hidden = {c for name, components in self._components.items() for c in components.values() if c != name}
-        self._saved: dict[str, SavedNF4] = {}
-        super().__init__(path, metadata, dict.fromkeys(name for name in names if name not in hidden))
+        self.refusal = refusal(settings, listed)
+        self._weights = {} if self.refusal else detect(settings, listed)
+        self._read: dict[str, Weight | SavedNF4] = {}
+        owners = {stored: name for name, found in self._weights.items() for stored in found.stored.values()}
+        super().__init__(path, metadata, dict.fromkeys(owners.get(name, name) for name in listed))
 
     @abstractmethod
     def _file(self, name: str) -> "_File":
         """The file that holds a tensor or a component of one."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return saved.shape if (saved := self._nf4(name)) else self._file(name).entries[name].shape
+        return weight.shape if (weight := self._weight(name)) else self._file(name).entries[name].shape
 
     def nbytes(self, name: str) -> int:
         self._entry(name)
-        stored = self._components[name].values() if name in self._components else (name,)
-        return sum(self._file(component).view(component).nbytes for component in stored)
+        stored = self._weights[name].stored.values() if name in self._weights else (name,)
+        return sum(self._file(tensor).view(tensor).nbytes for tensor in stored)
 
     def type(self, name: str) -> str:
-        self._entry(name)
-        return "nf4" if name in self._components else self._file(name).entries[name].type
+        return weight.format if (weight := self._weight(name)) else self._file(name).entries[name].type
 
     def dense(self, name: str, dtype: Any = np.float32) -> np.ndarray:
-        if saved := self._nf4(name):
-            return saved.dense(dtype)
+        if weight := self._weight(name):
+            return weight.dense(dtype)
         with np.errstate(all="ignore"):  # values beyond the range of the dtype become infinite
             return self._file(name).view(name).astype(dtype, copy=False)
 
-    def array(self, name: str) -> QuantizedArray | np.ndarray:
+    def array(self, name: str) -> Any:
         """A tensor with the bits that the file stores.
 
-        - NF4: an `ArrayNF4` with blocks along the last axis. If blocks cross rows, the tensor is
-          dequantized to the dtype that was quantized, with a `DequantizedWarning` and an entry in `dequantized`;
-          with `strict` that raises.
+        - A quantized weight: an array of its format. If no format has its bits, such as those of NF4 whose blocks cross
+          rows, it is dequantized to the dtype that was quantized, with a `DequantizedWarning` and an entry in
+          `dequantized`; with `strict` that raises.
         - All others: a numpy array, a read-only view of the file.
         """
-        saved = self._nf4(name)
-        if saved is None:
+        weight = self._weight(name)
+        if weight is None:
             return self._file(name).view(name)
-        if not saved.crosses_rows:
-            return saved.array()
-        reason = f"its blocks of {saved.block_size} cross its rows of {saved.shape[-1]}"
+        if not weight.problem:
+            return weight.array()
         if self._strict:
-            raise ValueError(f"{self.path}: tensor {name!r} cannot keep its stored bits: {reason}.")
-        self.dequantized[name] = reason
+            raise ValueError(f"{self.path}: tensor {name!r} cannot keep its stored bits: {weight.problem}.")
+        self.dequantized[name] = weight.problem
         warnings.warn(
-            f"{self.path}: tensor {name!r} is dequantized: {reason}.", category=DequantizedWarning, stacklevel=2
+            f"{self.path}: tensor {name!r} is dequantized: {weight.problem}.", category=DequantizedWarning, stacklevel=2
         )
-        return saved.dense(saved.dtype)
+        return weight.dense(weight.dtype)
 
-    def _nf4(self, name: str) -> SavedNF4 | None:
-        """A tensor that bitsandbytes saved, or None for any other."""
+    def chunks(self, name: str, *, as_stored: bool) -> Chunked:
+        weight = self._weight(name)
+        if not isinstance(weight, Weight) or weight.problem:
+            return super().chunks(name, as_stored=as_stored)
+        return weight_chunks(weight, as_stored=as_stored)
+
+    def _weight(self, name: str) -> Weight | SavedNF4 | None:
+        """A quantized weight, or None for any other tensor."""
         self._entry(name)
-        if name not in self._components:
+        if name not in self._weights:
             return None
-        if name not in self._saved:
-            found = {key: self._file(stored).view(stored) for key, stored in self._components[name].items()}
-            self._saved[name] = SavedNF4.read(name, found, self._file(name).path)
-        return self._saved[name]
+        if name not in self._read:
+            stored = self._weights[name].stored
+            views = {role: self._file(tensor).view(tensor) for role, tensor in stored.items()}
+            path = self._file(next(iter(stored.values()))).path
+            self._read[name] = self._weights[name].read(Tensors(path, name, views))
+        return self._read[name]
 
 
 class SafetensorsFile(_SafetensorsReader):
@@ -116,7 +127,8 @@ class SafetensorsFile(_SafetensorsReader):
 
     def __init__(self, path: str | os.PathLike[str], *, strict: bool = False):
         self._only = _File(Path(path))
-        super().__init__(self._only.path, self._only.entries, self._only.metadata, strict)
+        path, metadata = self._only.path, self._only.metadata
+        super().__init__(path, self._only.entries, metadata, strict, settings_of(path, {}, metadata))
 
     def _file(self, name: str) -> "_File":
         return self._only
@@ -140,8 +152,9 @@ class HuggingFaceDir(_SafetensorsReader):
             self._sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
         self._opened: dict[str, _File] = {}
         metadata: dict[str, Any] = {}
-        if "config.json" in self._sizes:
-            metadata["config"] = self._json(path / "config.json")
+        configs = {name: self._json(path / name) for name in CONFIGS if name in self._sizes}
+        if "config.json" in configs:
+            metadata["config"] = configs["config.json"]
         if WEIGHTS in self._sizes and INDEX_FILE in self._sizes:
             raise ValueError(f"{path} has both {WEIGHTS} and {INDEX_FILE}. Remove the one that is not the model.")
         if WEIGHTS in self._sizes:
@@ -152,8 +165,18 @@ class HuggingFaceDir(_SafetensorsReader):
             metadata["index"] = index.get("metadata")
             self._file_of = self._weight_map(path / INDEX_FILE, index)
         else:
-            raise ValueError(f"{path} has neither {WEIGHTS} nor {INDEX_FILE}.")
-        super().__init__(path, self._file_of, metadata, strict)
+            others = sorted(name for name in self._sizes if name.endswith(_PICKLES))
+            advice = (
+                f" {others[0]} may run any code when it is opened: save the model as safetensors." if others else ""
+            )
+            raise ValueError(f"{path} has neither {WEIGHTS} nor {INDEX_FILE}.{advice}")
+        settings = settings_of(path, configs, {})
+        if settings.method == "torchao":  # which says in its files what each tensor is
+            self.path = path
+            files = {file: name for name, file in self._file_of.items()}
+            about = {key: value for name in files.values() for key, value in self._file(name).metadata.items()}
+            settings = dataclasses.replace(settings, metadata=about)
+        super().__init__(path, self._file_of, metadata, strict, settings)
 
     @property
     def other_files(self) -> tuple[Path, ...]:

@@ -1,0 +1,39 @@
+"""Golden checkpoints of other projects, as directories of a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from exchange_helpers import stored
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+CHECKPOINTS = {path.stem: path for path in sorted((Path(__file__).parent / "golden" / "checkpoints").iterdir())}
+
+
+def metadata(name: str) -> dict[str, Any]:
+    with safe_open(CHECKPOINTS[name], framework="np") as file:
+        return file.metadata()
+
+
+def tensors_of(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The stored tensors of a golden checkpoint, and the expected values of its weights by name."""
+    tensors = stored(CHECKPOINTS[name])
+    expected = {key.removeprefix("expected."): tensors.pop(key) for key in list(tensors) if key.startswith("expected.")}
+    return tensors, expected
+
+
+def checkpoint(name: str, path: Path, **changed: Any) -> dict[str, np.ndarray]:
+    """Write a golden checkpoint as a directory, with options of its config changed; returns the expected values."""
+    tensors, expected = tensors_of(name)
+    path.mkdir(exist_ok=True)
+    about = metadata(name)
+    for file in (key for key in about if key.endswith(".json")):
+        contents = json.loads(about[file])
+        for place in contents.values() if changed else ():
+            place.update(changed)
+        (path / file).write_text(json.dumps(contents))
+    own = {key: about[key] for key in about if not key.endswith(".json") and key != "maker"}
+    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, path / "model.safetensors", own)
+    return expected
