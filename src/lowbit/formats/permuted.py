@@ -85,11 +85,6 @@ class PermutedArray(ImplicitArray):
         return self.array.format
 
     @property
-    def format_label(self) -> str | None:
-        """The name of the format of the stored array; None for a class that is not in the table."""
-        return self.array.format_label
-
-    @property
     def scale_axes(self) -> tuple[int, ...]:
         """The axes along which stored elements share a scale."""
         return self.array.scale_axes
@@ -156,7 +151,7 @@ class PermutedArray(ImplicitArray):
         return self.array.logical_spec()
 
     def _facts(self) -> list[str]:
-        name = [repr(self.format_label)] if self.format_label else []
+        name = [repr(self.array.format_label)] if self.array.format_label else []
         return [*name, *super()._facts()[:-1], f"permuted along axis {self.axis}", *super()._facts()[-1:]]
 
 
