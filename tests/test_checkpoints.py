@@ -11,8 +11,8 @@ from exchange_helpers import same_bits
 import lowbit
 from lowbit.io import DequantizedWarning, HuggingFaceDir, _chunks, checkpoints, convert
 
-# The project's decoder rounds products and sums to a narrow dtype: the difference in units of the largest weight.
-ROUNDED = {"mlx_affine_4_float16": 2.0**-10, "mlx_affine_6_bfloat16": 2.0**-7}
+# The project's decoder rounds in another order: the largest difference in units of the largest weight.
+ROUNDED = {"mlx_affine_4_float16": 2.0**-10, "mlx_affine_6_bfloat16": 2.0**-7, "bitsandbytes_int8": 2.0**-23}
 ORDERED = [name for name in CHECKPOINTS if name.endswith("_order")]
 KEPT = [name for name in CHECKPOINTS if name not in ORDERED]
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from lowbit.formats import Array8B, PackedArray, QuantizedArray
@@ -13,13 +12,15 @@ from lowbit.formats.blocks import WHOLE, span_of, stored_length, trimmed
 from lowbit.formats.packed import layout_of
 
 from .._checks import bad_tensor, short
+from .._dtypes import DTYPES
 from ._bits import packed, reversed_bytes
 
 _CHUNK = 1 << 20  # codes that are unpacked at a time
-FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
-WORDS = tuple(map(np.dtype, (np.int32, np.uint32)))
-BYTES = (np.dtype(np.uint8),)
-FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn),)
+FLOATS = (DTYPES["F32"], DTYPES["F16"], DTYPES["BF16"])
+WORDS = (DTYPES["I32"], DTYPES["U32"])
+BYTES = (DTYPES["U8"],)
+FLOAT8 = (DTYPES["F8_E4M3"],)
+POWERS = DTYPES["F8_E8M0"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +291,7 @@ def scale_spans(
 
 def wide_scales(scales: np.ndarray) -> np.ndarray:
     """Scales that are powers of two, stored as exponents, in float32; others as they are."""
-    exponents = scales.dtype == np.uint8 or scales.dtype == ml_dtypes.float8_e8m0fnu
-    return scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32) if exponents else scales
+    return scales.view(POWERS).astype(np.float32) if scales.dtype in (*BYTES, POWERS) else scales
 
 
 def bytes_of(name: str, codes: np.ndarray, scales: np.ndarray, spans: Sequence[int], dtype: np.dtype) -> Weight:
