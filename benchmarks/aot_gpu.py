@@ -8,17 +8,17 @@ is the time to move `least` at the published bandwidth of the chip: no kernel ca
 
 import itertools
 import math
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX detects devices
-
+import jax
 import measure
 import numpy as np
+
+jax.config.update("jax_platforms", "cpu")  # before JAX detects devices
 
 SECTOR = 32
 
@@ -109,7 +109,6 @@ def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
 def run(args: Any) -> None:
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     import gpu_aot
-    import jax
     import jax.numpy as jnp
 
     import lowbit

@@ -22,6 +22,8 @@ DUMP = tempfile.mkdtemp(prefix="lowbit-aot-")
 # Newer compilers write the assembly of a kernel only where it is asked for.
 ASSEMBLY = "--xla_gpu_dump_llvmir=true --xla_dump_emitter_re=.*"
 os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMP} --xla_dump_hlo_module_re=jit_lowbit_aot.* {ASSEMBLY}"
+# With the dumps come stack traces, and looking up their symbols takes most of the time.
+os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

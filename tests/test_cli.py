@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from cli_helpers import huggingface_dir, left_over, run
+from gguf import GGMLQuantizationType as Type
+from gguf_helpers import golden, with_codebook, write
 from test_demo import TOKENS
 
 import lowbit
@@ -265,24 +266,33 @@ def test_python_m_lowbit_is_the_command(tiny: Path) -> None:
     assert result.returncode == 0 and result.stdout.startswith("name ")
 
 
-def test_gguf_types_without_a_lowbit_format_are_decoded_and_quantized(tmp_path: Path) -> None:
-    w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-    path = tmp_path / "q4.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    for kind in (gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0):
-        writer.add_tensor(f"{kind.name}.weight", gguf.quants.quantize(w, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    run("quantize", path, tmp_path / "a", "--format", "nf4")
-    file, before = open_tensors(tmp_path / "a"), GGUFFile(path)
-    assert (file.type("Q4_1.weight"), file.type("Q8_0.weight")) == ("nf4", "int8")
-    want = lowbit.ArrayNF4.quantize(before.dense("Q4_1.weight"), axis=-1)
-    assert np.array_equal(file.array("Q4_1.weight").codes, want.codes)
-    assert np.array_equal(file.dense("Q8_0.weight"), before.dense("Q8_0.weight"))
+def test_gguf_types_are_kept_unless_a_pattern_asks_for_another_format(tmp_path: Path) -> None:
+    path, kinds = tmp_path / "mixed.gguf", [Type.Q4_K, Type.Q8_0]
+    tensors = {f"{kind.name}.weight": (golden(kind), kind) for kind in kinds}
+    before = write(path, tensors | {"IQ2_XS.weight": (with_codebook(4, 512), Type.IQ2_XS)})
+    told = run("quantize", path, tmp_path / "a", "--format", "nf4").stderr
+    assert "dequantized to float32, since lowbit has no format for them: 1 of type IQ2_XS" in told
+    file = open_tensors(tmp_path / "a")
+    assert [file.type(name) for name in before] == ["q4_k", "int8", "nf4"]
+    want = lowbit.ArrayNF4.quantize(before.dense("IQ2_XS.weight"), axis=-1)
+    assert np.array_equal(file.array("IQ2_XS.weight").codes, want.codes)
+    for name in tensors:
+        assert np.array_equal(file.dense(name), before.dense(name))
     run("quantize", path, tmp_path / "b", "--rule", "Q8*=nf4")
     assert open_tensors(tmp_path / "b").type("Q8_0.weight") == "nf4"
+    run("quantize", path, tmp_path / "c", "--format", "nf4", "--requantize")
+    assert {*map(open_tensors(tmp_path / "c").type, tensors)} == {"nf4"}
+    assert "1 of type IQ2_XS" in run("inspect", path).output
+    assert "codebook of IQ2_XS" in run("convert", path, tmp_path / "d", "--strict", code=1).stderr
+    assert not (tmp_path / "d").exists()
+
+
+def test_what_gguf_cannot_hold_is_refused_with_what_it_can(tiny: Path, tmp_path: Path) -> None:
+    given = ("quantize", tiny, tmp_path / "out.gguf", "--format")
+    assert "and its own layouts (Q4_0, Q4_1" in run(*given, "int4", code=1).stderr
+    run(*given, "int4:scale_dtype=float16,axis=-1")
+    file = GGUFFile(tmp_path / "out.gguf")
+    assert file.type("blk.0.attn_q.weight") == "Q4_0" and file.metadata["general.file_type"] == 2
 
 
 # --- printed numbers

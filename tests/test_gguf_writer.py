@@ -16,8 +16,9 @@ from gguf import GGMLQuantizationType as Type
 
 from lowbit import Array1B, Array8B, ArrayNF4
 from lowbit.demo.model_file import demo_model_path
-from lowbit.io import GGUFField, GGUFFile, gguf_writer, write_gguf
+from lowbit.io import GGUFField, GGUFFile, write_gguf
 from lowbit.io._atomic import atomic_write
+from lowbit.io._gguf_blocks import type_of
 
 
 def test_a_file_that_was_read_is_written_as_the_same_bytes(tmp_path):
@@ -107,7 +108,7 @@ def test_other_arrays_are_converted(type, tmp_path):
         "none": weights(0, 64),
         "whole": np.arange(8, dtype=np.int32).reshape(2, 4),
     }
-    assert not gguf_writer.is_q8_0(arrays["int8"])
+    assert type_of(arrays["int8"]) is None
     write_gguf(tmp_path / "a.gguf", arrays, {}, type=type)
     file = GGUFFile(tmp_path / "a.gguf")
     kinds = {"ragged": "F16", "vector": "F32", "scalar": "F32", "whole": "I32"}
@@ -123,10 +124,12 @@ def test_other_arrays_are_converted(type, tmp_path):
             assert same_bits(file.dense(name), gguf.dequantize(gguf.quantize(dense, kind), kind)), name
 
 
-def test_blocks_of_q8_0_are_dequantized_for_f16(tmp_path):
+def test_blocks_of_q8_0_are_kept_whatever_the_type_of_dense_matrices(tmp_path):
     file = by_the_package(tmp_path / "a.gguf")
-    write_gguf(tmp_path / "b.gguf", {"a": file.array("a.weight")}, {}, type="F16")
-    assert same_bits(GGUFFile(tmp_path / "b.gguf").array("a"), file.dense("a.weight", np.float16))
+    write_gguf(tmp_path / "b.gguf", {"a": file.array("a.weight"), "b": weights(4, 64)}, {}, type="F16")
+    again = GGUFFile(tmp_path / "b.gguf")
+    assert (again.type("a"), again.type("b")) == ("Q8_0", "F16")
+    assert bytes_of(again, "a") == bytes_of(file, "a.weight")
 
 
 UNWRITABLE: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {

@@ -18,6 +18,7 @@ from lowbit.formats.blocks import span_of
 from lowbit.kernels import gpu, reference
 from lowbit.kernels.gpu import kernel, tiling
 from lowbit.kernels.product import Product
+from lowbit.ops.matmul import matmul
 
 CALL = "__gpu$xla.gpu.triton"
 FLOATS = (jnp.bfloat16, jnp.float32, jnp.float16)
@@ -48,6 +49,7 @@ def test_every_layout_at_odd_sizes(any_layout) -> None:
     contract = (-2, -1)[number // 2 % 2]
     m, k, n = 5, 150, 90
     w = any_layout.quantize(normal(0, *((k, n) if contract == -2 else (n, k))))
+    w = w.without_offsets()  # which are a product of their own
     check(normal(1, m, k, dtype=FLOATS[number % 3]), w, contract, FLOATS[number % 3])
 
 
@@ -282,6 +284,14 @@ def interpreted(monkeypatch):
     jax.clear_caches()
     yield
     jax.clear_caches()
+
+
+@pytest.mark.parametrize(("contract", "dtype"), [(-2, jnp.float16), (-1, jnp.bfloat16), (-1, jnp.float32)])
+def test_offsets_are_added_before_the_only_rounding(contract, dtype, interpreted) -> None:
+    x, w = normal(0, 5, 150, dtype=dtype), normal(1, *((150, 90) if contract == -2 else (90, 150)))
+    q = lowbit.FORMATS["int4"].quantize(w, axis=-2, offset=True, scale_dtype="float16")
+    y = matmul(Product(x, q, contract, dtype))
+    assert_rounded(y, right(Product(x, q, contract, jnp.float32)), dtype)
 
 
 def test_on_eight_devices(interpreted) -> None:

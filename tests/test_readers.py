@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf_helpers import with_codebook
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
@@ -119,7 +120,7 @@ def test_load_metadata_of_other_files(tmp_path: Path) -> None:
 def test_types_without_a_format_are_dequantized_with_one_warning(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     for name in ("v", "w"):
-        writer.add_tensor(name, gguf.quantize(weights(8, 64), gguf.GGMLQuantizationType.Q4_1), raw_dtype=3)
+        writer.add_tensor(name, with_codebook(8, 256), raw_dtype=gguf.GGMLQuantizationType.IQ2_XS)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     with warnings.catch_warnings(record=True) as caught:
@@ -127,7 +128,7 @@ def test_types_without_a_format_are_dequantized_with_one_warning(tmp_path: Path)
         loaded = lowbit.load(tmp_path / "a.gguf")
     assert [type(loaded[name]) for name in loaded] == [type(jnp.ones(1))] * 2 and loaded["w"].dtype == np.float32
     (warning,) = [w for w in caught if w.category is io.DequantizedWarning]
-    assert "2 of type Q4_1" in str(warning.message) and warning.filename == __file__
+    assert "2 of type IQ2_XS" in str(warning.message) and warning.filename == __file__
 
 
 def test_a_model_of_another_method_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from .compat.eformer_names import (
 )
 from .config import QuantizationConfig, QuantizationType, quantize, straight_through
 from .dispatch import compute, is_kernel_available, use_kernel
-from .formats import FORMATS, Array1B, Array8B, ArrayNF4, Format, QuantizedArray, register_format
+from .formats import FORMATS, Array1B, Array8B, ArrayNF4, Format, PermutedArray, QuantizedArray, register_format
 from .io import load, load_metadata, save
 from .kernels.export import export_checks
 from .models.partition import combine, is_frozen, is_quantized, partition, trainable, tree_map
@@ -43,6 +43,7 @@ __all__ = [
     "ImplicitArray",
     "LoraArray",
     "MaterializationWarning",
+    "PermutedArray",
     "QuantizationConfig",
     "QuantizationType",
     "QuantizedArray",

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from lowbit.formats import QuantizedArray
 from lowbit.models.axes import Found, axes_by_name, axes_by_program
+from lowbit.models.partition import is_quantized
 from lowbit.models.patterns import Rule, Rules, first_matches, is_array, leaf_path, no_match
 from lowbit.models.plan import SMALL, plan
 from lowbit.models.tree import quantized
@@ -92,7 +92,7 @@ def merge(params: T, rules: Rules | None = None) -> T:
     for i in adapted:
         leaves[i] = leaves[i].materialize()
     if rules is not None:
-        known = [Found(base.scale_axes, "base") if isinstance(base, QuantizedArray) else None for base in bases]
+        known = [Found(base.scale_axes, "base") if is_quantized(base) else None for base in bases]
         wanted = [(path, leaves[i], use) for (i, path), use in zip(adapted.items(), known, strict=True)]
         plans, _ = plan(rules, wanted, strict=True)
         for (i, path), planned in zip(adapted.items(), plans, strict=True):
@@ -167,7 +167,7 @@ def _adapted(path: str, base: Any, rank: int, scale: float, key: jax.Array, dtyp
 def _layers_and_inputs(base: Any, use: Found | None) -> tuple[int, int]:
     """How many leading axes of a weight are stacked layers, and how many axes after them are inputs."""
     ndim = len(base.shape)
-    axes = use.axes if use is not None else base.scale_axes if isinstance(base, QuantizedArray) else None
+    axes = use.axes if use is not None else base.scale_axes if is_quantized(base) else None
     first, last = (-2, -2) if axes is None else (min(axes), max(axes))
     if last == -1:  # (out, in): the factors of the transpose work as well
         first = last = first - 1

@@ -59,7 +59,7 @@ To = Annotated[
         help="lowbit, bitsandbytes, safetensors or gguf. Default: gguf if DST ends in .gguf, else lowbit.",
     ),
 ]
-Type = Annotated[str, typer.Option(metavar="TYPE", help="Type of the matrices in a GGUF file: F16 or Q8_0.")]
+Type = Annotated[str, typer.Option(metavar="TYPE", help="Type of dense matrices in a GGUF file: F16 or Q8_0.")]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized, or cannot keep its stored bits.")
 ]
@@ -190,6 +190,7 @@ def inspect(source: Source, as_json: Json = False) -> None:
     """
     with plain_errors():
         from lowbit.io import open_tensors
+        from lowbit.io.readers import decoded_types
 
         file = open_tensors(source)
         rows = [{"name": n, "shape": list(file.shape(n)), "type": file.type(n), "bytes": file.nbytes(n)} for n in file]
@@ -199,6 +200,8 @@ def inspect(source: Source, as_json: Json = False) -> None:
         total = {"bytes": sum(r["bytes"] for r in rows), "shape": [sum(_size(r["shape"]) for r in rows)]}
         cells.append(("total", f"{total['shape'][0]:,}", "", f"{total['bytes']:,}", _bits(total)))
         _print_table(("name", "shape", "type", "bytes", "bits"), cells)
+        if decoded := decoded_types(file):
+            typer.echo(decoded)
 
 
 @app.command(epilog="Example: lowbit compare model.safetensors model-q4.safetensors --tolerance 0.1")

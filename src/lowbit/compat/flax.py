@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from flax import serialization
 
 from lowbit.adapters.array import LoraArray
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
 
 STATIC = "static"
 C = TypeVar("C", bound=type)
@@ -83,5 +83,5 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-for _cls in (LoraArray, *_subclasses(QuantizedArray)):
+for _cls in (LoraArray, PermutedArray, *_subclasses(QuantizedArray)):
     register(_cls)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from lowbit import QuantizationConfig, Report, quantize_tree, shardings
-from lowbit.io import GGUFFile, Reader, open_tensors
+from lowbit.io import Reader, open_tensors
 from lowbit.io._convert import plain_fields
 from lowbit.io.readers import is_stored
 from lowbit.models.patterns import Rules
@@ -86,13 +86,13 @@ class LanguageModel:
     ) -> Self:
         """The model in a GGUF file, a lowbit file that was made from one, or a Hugging Face directory.
 
-        `format` is that of the weights, or `"float32"`. None keeps the stored bits of a lowbit file or a directory with
+        `format` is that of the weights, or `"float32"`. None keeps the stored bits of a file or a directory with
         quantized weights, and is q4 otherwise.
         """
         file = open_tensors(path)
         fields = model_fields(file)
         tokenizer = Tokenizer.from_gguf(fields) if GGUF_KEY in fields else HuggingFaceTokenizer(file.path)
-        stored = not isinstance(file, GGUFFile) and any(is_stored(file.type(name)) for name in file)
+        stored = any(is_stored(file.type(name)) for name in file)
         config, params = llama.load(file, fields, as_stored=format is None and stored)
         model = cls(config, tokenizer, params)
         if format == "float32" or (format is None and stored):

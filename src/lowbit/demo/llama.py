@@ -4,8 +4,9 @@ Weights are (in, out), so that `x @ w` is the product; a layer is a slice of eac
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -119,7 +120,8 @@ HUGGING_FACE = Layout(
 def load(file: Reader, fields: Mapping[str, Any], *, as_stored: bool = False) -> tuple[LlamaConfig, Params]:
     """The sizes and the parameters of a llama: in float32, or with the stored bits if `as_stored`.
 
-    `fields` are the metadata of a GGUF file, or the config.json of a Hugging Face directory.
+    `fields` are the metadata of a GGUF file, or the config.json of a Hugging Face directory. If layers are stored in
+    different formats, `params["layers"]` is a list: a stack for each run of layers that are alike.
     """
     layout = GGUF if "general.architecture" in fields else HUGGING_FACE
     kind = fields.get("general.architecture", fields.get("model_type"))
@@ -139,8 +141,11 @@ def load(file: Reader, fields: Mapping[str, Any], *, as_stored: bool = False) ->
         """The rows of each head, reordered so that adjacent rows are pairs."""
         return jnp.swapaxes(w.reshape(heads, 2, -1, w.shape[-1]), 1, 2).reshape(w.shape)
 
-    def stack(name: str) -> Any:
-        layers = [tensor(layout.layer.format(i, layout.names[name])) for i in range(config.layers)]
+    def formats(i: int) -> list[str]:
+        return [file.type(layout.layer.format(i, name)) for name in layout.names.values()] if as_stored else []
+
+    def stack(name: str, numbers: Iterable[int]) -> Any:
+        layers = [tensor(layout.layer.format(i, layout.names[name])) for i in numbers]
         heads = {"q": config.heads, "k": config.kv_heads}.get(name) if layout.halves else None
 
         @lowbit.implicit
@@ -151,9 +156,11 @@ def load(file: Reader, fields: Mapping[str, Any], *, as_stored: bool = False) ->
 
         return stacked(layers)
 
+    alike = [list(numbers) for _, numbers in itertools.groupby(range(config.layers), formats)]
+    runs = [{name: stack(name, numbers) for name in layout.names} for numbers in alike]
     params: Params = {
         "embed": tensor(layout.embed),
-        "layers": {name: stack(name) for name in layout.names},
+        "layers": runs[0] if len(runs) == 1 else runs,
         "norm": tensor(layout.norm),
     }
     if layout.head in file:
@@ -193,12 +200,18 @@ def specs(params: Params, axis: str = "model") -> Params:
     """
     columns, rows = PartitionSpec(None, None, axis), PartitionSpec(None, axis, None)
     special = {"o": rows, "down": rows, "attn_norm": PartitionSpec(), "mlp_norm": PartitionSpec()}
+    runs = [{name: special.get(name, columns) for name in run} for run in runs_of(params)]
     placed: Params = {
         "embed": PartitionSpec(axis, None),
-        "layers": {name: special.get(name, columns) for name in params["layers"]},
+        "layers": runs if isinstance(params["layers"], list) else runs[0],
         "norm": PartitionSpec(),
     }
     return placed | ({"head": PartitionSpec(None, axis)} if "head" in params else {})
+
+
+def runs_of(params: Params) -> list[Params]:
+    """The stacks of layers that are stored alike."""
+    return params["layers"] if isinstance(params["layers"], list) else [params["layers"]]
 
 
 def new_cache(config: LlamaConfig, length: int, formats: Formats = DENSE) -> Cache:
@@ -260,7 +273,11 @@ def forward(
 
     x = params["embed"][tokens].astype(jnp.float32)  # whatever the weights are
     layer = jax.checkpoint(layer) if remat else layer
-    (x, cache), _ = lax.scan(layer, (x, cache), (jnp.arange(config.layers), params["layers"]))
+    first = 0
+    for run in runs_of(params):
+        numbers = first + jnp.arange(len(run["attn_norm"]))
+        (x, cache), _ = lax.scan(layer, (x, cache), (numbers, run))
+        first += len(run["attn_norm"])
     if last is not None:
         x = lax.dynamic_slice_in_dim(x, last, 1, axis=1)
     head = params["head"] if "head" in params else params["embed"].T

@@ -10,6 +10,7 @@ from .int8 import Array8B
 from .nf4 import ArrayNF4
 from .onebit import Array1B
 from .packed import Layout, PackedArray, declare
+from .permuted import PermutedArray
 from .quantized import QuantizedArray, stored
 from .table import FORMATS, Format, register_format
 
@@ -22,6 +23,7 @@ __all__ = [
     "Format",
     "Layout",
     "PackedArray",
+    "PermutedArray",
     "QuantizedArray",
     "axis_spans",
     "block_max",

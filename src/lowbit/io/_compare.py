@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lowbit.formats import QuantizedArray
 from lowbit.models.histogram import histogram
+from lowbit.models.partition import is_quantized
 from lowbit.models.report import Report, Row, worst
 
 from .readers import Reader, open_tensors
@@ -52,8 +52,8 @@ def compare(
 def _row(a: Reader, b: Reader, name: str, error: float) -> Row:
     was, now = a.type(name), b.type(name)
     kept = was == now and error == 0
-    stored = None if kept else b.array(name)
-    axis = stored.scale_axes if isinstance(stored, QuantizedArray) else ()
+    stored: Any = None if kept else b.array(name)
+    axis = stored.scale_axes if is_quantized(stored) else ()
     return Row(
         path=name,
         shape=a.shape(name),

@@ -1,6 +1,7 @@
 """Convert a file or a directory to another kind, quantizing its tensors or keeping their stored bits."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from lowbit.config import quantize
+from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import FORMATS, QuantizedArray
 from lowbit.models.axes import axes_by_name
 from lowbit.models.patterns import Rules, naming, ordered_rules
@@ -26,11 +27,12 @@ from ._checks import OptionNeeded
 from ._compare import compared
 from ._directory import WEIGHTS, check_names, check_place, discard, finish, is_pending, staged
 from ._dtypes import DTYPES, dense_dtype
+from ._gguf_blocks import BLOCK_TYPES, type_of
 from .bitsandbytes import bitsandbytes_tensors, misfit, quantization_config
 from .container._layout import check_is_file
-from .gguf_writer import is_q8_0, write_gguf
+from .gguf_writer import file_type, write_gguf
 from .readers import GGUFFile, HuggingFaceDir, LowbitDir, Reader, open_tensors
-from .readers._base import check_method, is_stored
+from .readers._base import check_method, decoded_types, is_stored
 from .readers.gguf import GGUFField, without_types
 from .streaming import Note, Progress, locked, staging_path, streamed
 
@@ -39,9 +41,9 @@ TARGETS = ("lowbit", "bitsandbytes", "safetensors", "gguf")
 _HOLDS = {
     "bitsandbytes": "a bitsandbytes file holds nf4 and dense tensors",
     "safetensors": "a safetensors file of other libraries holds dense tensors",
-    "gguf": "a GGUF file of type F16 holds dense tensors, and of type Q8_0 also int8 tensors that come from Q8_0",
+    "gguf": f"a GGUF file holds dense tensors as F16 or Q8_0, and its own layouts ({', '.join(BLOCK_TYPES)})",
 }
-_FILE_TYPES = {"F16": 1, "Q8_0": 7}  # llama.cpp's numbers for the type of most tensors in a file
+_GGUF_FORMATS = {name for kind, row in BLOCK_TYPES.items() for name in (kind, row.format)}
 
 
 def target_of(path: Path) -> str:
@@ -124,7 +126,7 @@ def convert(
     - `rules`: which tensors to quantize, as for `quantize_tree`; none keeps the stored bits of all.
     - `to`: `"lowbit"`, `"bitsandbytes"`, `"safetensors"` (dense) or `"gguf"`. Default: GGUF for a name that ends in
       .gguf, else a lowbit file.
-    - `type`: the type of the matrices in a GGUF file, F16 or Q8_0.
+    - `type`: the type of dense matrices in a GGUF file, F16 or Q8_0. Tensors in a layout of GGUF keep their bits.
     - `requantize`: apply a format for all weights also to tensors that are stored in another one, and quantize again
       what bitsandbytes cannot store unchanged.
     - `dequantize`: dequantize tensors whose format the target cannot hold; otherwise they are an error.
@@ -145,6 +147,8 @@ def convert(
     layout = _Layout(to, checked_type(type) if to == "gguf" else "F16", requantize, dequantize)
     plans, unmatched = plans_for(source, rules, strict=strict, linear_only=to == "bitsandbytes", requantize=requantize)
     layout.check(source, target, plans)
+    if decoded := decoded_types(source):
+        note(decoded)
     if isinstance(source, HuggingFaceDir | LowbitDir):
         check_place(source.path, target)
         found = _write_directory(source, replaceable(target), layout, plans, progress, note)
@@ -176,16 +180,18 @@ class _Layout:
         for name in source:
             config, stored = plans[name].config, source.type(name)
             format = stored if config is None else str(config.dtype)
-            if format not in DTYPES and not self.may_hold(format, planned=config is not None):
+            if format not in DTYPES and not self.may_hold(format, source.shape(name), config):
                 refused.setdefault(format, []).append(name)
         if refused:
             raise self.refusal(target, refused)
 
-    def may_hold(self, format: str, *, planned: bool) -> bool:
+    def may_hold(self, format: str, shape: tuple[int, ...], config: QuantizationConfig | None) -> bool:
         if self.to == "bitsandbytes":
-            return format == "nf4" or (is_stored(format) and (self.requantize or not planned))
-        # Whether stored int8 is Q8_0 depends on its scales, which `holds` checks.
-        return self.to == "gguf" and self.type == "Q8_0" and format in ("Q8_0", "int8") and not planned
+            return format == "nf4" or (is_stored(format) and (self.requantize or config is None))
+        if self.to != "gguf" or format not in _GGUF_FORMATS:
+            return False
+        # Whether stored scales are those of GGUF depends on their numbers, which `holds` checks.
+        return config is None or type_of(_quantized_like(shape, config)) is not None
 
     def refusal(self, target: Path, refused: Mapping[str, Sequence[str]]) -> OptionNeeded:
         found = (f"{n[0] if len(n) == 1 else f'{len(n)} tensors ({n[0]}, ...)'} as {f}" for f, n in refused.items())
@@ -201,7 +207,7 @@ class _Layout:
         for name, array in tensors:
             if isinstance(array, QuantizedArray) and not self.holds(array):
                 if self.to == "gguf" and not self.dequantize:
-                    raise self.refusal(target, {array.format.name if array.format else type(array).__name__: [name]})
+                    raise self.refusal(target, {array.format_label or type(array).__name__: [name]})
                 if self.to != "gguf":  # its writer dequantizes and rounds once
                     array = np.asarray(array.materialize())
             yield name, array
@@ -209,7 +215,7 @@ class _Layout:
     def holds(self, array: QuantizedArray) -> bool:
         if self.to == "bitsandbytes":
             return self.requantize or not self.dequantize or not misfit(array)
-        return self.to == "gguf" and self.type == "Q8_0" and is_q8_0(array)
+        return self.to == "gguf" and type_of(array) is not None
 
     def write(self, path: Path, arrays: Iterable[tuple[str, Any]]) -> set[str]:
         """Write tensors as safetensors that other libraries read; returns their names in the file."""
@@ -224,6 +230,12 @@ class _Layout:
         save_file({name: np.ascontiguousarray(x) for name, x in stored.items()}, path, {"format": "pt"})
         path.chmod(mode)
         return set(stored)
+
+
+@functools.cache
+def _quantized_like(shape: tuple[int, ...], config: QuantizationConfig) -> Any:
+    """The array that a matrix of a shape is quantized to, without numbers."""
+    return jax.eval_shape(functools.partial(quantize, config=config), jax.ShapeDtypeStruct(shape, np.float32))
 
 
 def _counted(source: Reader, plans: dict[str, Plan], progress: Progress) -> Iterator[tuple[str, Any]]:
@@ -246,8 +258,10 @@ def _write_file(
         return rows
     arrays = layout.arrays(target, _counted(source, plans, progress))
     if layout.to == "gguf":
-        fields = {**_gguf_fields(source), "general.file_type": GGUFField("UINT32", _FILE_TYPES[layout.type])}
-        write_gguf(target, dict(arrays), fields, type=layout.type)
+        fields, tensors = _gguf_fields(source), dict(arrays)
+        known = fields["general.file_type"].value if "general.file_type" in fields else None
+        number = GGUFField("UINT32", file_type(tensors, layout.type, known))
+        write_gguf(target, tensors, {**fields, "general.file_type": number}, type=layout.type)
     else:
         with atomic_write(target) as staging:
             layout.write(staging, arrays)

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
+from lowbit.formats.permuted import check_order
+from lowbit.models.partition import is_quantized
 from lowbit.models.sharding import shardings
 from lowbit.runtime._compat import mesh_in_context
 
 from ._checks import short
-from ._dtypes import DTYPES
 from .bitsandbytes import DequantizedWarning
 from .container._header import OWN, Container, Key, Tensor, children_of, open_contents, path_name
 from .container._layout import index_files, outlined, remove_shard_files
 from .container._write import save_together, write_file
 from .readers import LowbitFile, Reader, is_lowbit_file, open_tensors
-from .readers._base import check_method, is_stored
+from .readers._base import check_method, decoded_types
 from .readers.lowbit import on_device
 
 
@@ -64,8 +64,8 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
 
     - A lowbit file gives the tree that was saved: dicts, lists and tuples of its arrays.
     - A GGUF file, another safetensors file, or a Hugging Face directory gives a dict of its arrays by name. Tensors
-      stored in a lowbit format (NF4 of bitsandbytes; Q8_0 and TQ2_0 of GGUF) stay quantized. Other types that have to
-      be decoded are dequantized to float32, with a `DequantizedWarning`.
+      stored in a lowbit format (NF4 of bitsandbytes; most types of GGUF) stay quantized. Other types that have to be
+      decoded are dequantized to float32, with a `DequantizedWarning`.
     - `like`: a tree of the same structure, for containers other than dicts, lists and tuples, which are taken from it.
       Its leaves, arrays or `jax.ShapeDtypeStruct`s, must match the file in shape and dtype, and quantized ones also in
       format. A numpy leaf gives a numpy array.
@@ -110,15 +110,8 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _flat_tree(file: Reader) -> Container:
     """The arrays of a file of another library, by name."""
     check_method(file)
-    kinds = Counter(file.type(name) for name in file)
-    decoded = [kind for kind in kinds if kind not in DTYPES and not is_stored(kind)]
-    if decoded:
-        which = ", ".join(f"{kinds[kind]} of type {kind}" for kind in decoded)
-        warnings.warn(
-            f"{file.path}: tensors are dequantized to float32, since lowbit has no format for them: {which}.",
-            category=DequantizedWarning,
-            stacklevel=3,
-        )
+    if decoded := decoded_types(file):
+        warnings.warn(decoded, category=DequantizedWarning, stacklevel=3)
     return Container("dict", {name: file.array(name) for name in file})
 
 
@@ -152,9 +145,9 @@ class _Loader:
         return jax.make_array_from_callback(view.shape, sharding, lambda index: view[index], dtype=view.dtype)
 
     def array(self, node: Any, path: tuple[Key, ...], like: Any = None) -> Any:
-        if not isinstance(node, Tensor | QuantizedArray | np.ndarray):
+        if not is_quantized(node) and not isinstance(node, Tensor | np.ndarray):
             return node
-        if not isinstance(node, QuantizedArray) and isinstance(like, np.ndarray | np.generic):
+        if not is_quantized(node) and isinstance(like, np.ndarray | np.generic):
             return self.once((id(node), np.ndarray), lambda: self.view(node))
         if (sharding := _sharding_of(like)) is None:
             return self.once((id(node), "whole"), lambda: self.whole(node, path))
@@ -166,8 +159,18 @@ class _Loader:
 
     def whole(self, node: Any, path: tuple[Key, ...]) -> Any:
         if isinstance(self.file, LowbitFile):
-            self.file.check_codes(node, path_name(path))
+            self.check(self.file, node, path_name(path))
         return jax.tree.map(lambda x: self.component(x, None), node)
+
+    def check(self, file: LowbitFile, node: Any, name: str) -> None:
+        """Raise a ValueError if a code is out of the range of its format, or an order is not a permutation."""
+        if isinstance(node, PermutedArray):
+            try:
+                check_order(self.view(node.order))
+            except ValueError as error:
+                raise ValueError(f"{self.file.path}: {name}: {error}") from None
+            node = node.array
+        file.check_codes(node, name)
 
     def plain(self, node: Any, path: tuple[Key, ...]) -> Any:
         """A node as dicts, lists and tuples."""
@@ -206,10 +209,12 @@ def _agree(node: Any, like: Any) -> bool:
         return like.shape == () and like.dtype == jnp.result_type(type(node))
     if not hasattr(node, "dtype") or tuple(like.shape) != node.shape or like.dtype != node.dtype:
         return False
-    return not isinstance(like, QuantizedArray) or _format(like) == _format(node)
+    return not is_quantized(like) or _format(like) == _format(node)
 
 
 def _format(array: Any) -> Any:
+    if isinstance(array, PermutedArray):
+        return array.axis, tuple(array.order.shape), _format(array.array)
     if not isinstance(array, QuantizedArray):
         return None
     # Neither settings of products nor the width of scales are part of a format.
@@ -223,6 +228,8 @@ def _format(array: Any) -> Any:
 def _described(x: Any) -> str:
     if not hasattr(x, "dtype"):
         return f"a {short(x.kind)[1:-1] if isinstance(x, Container) else type(x).__name__}"
+    if isinstance(x, PermutedArray):
+        return f"{_described(x.array)}, permuted along axis {x.axis}"
     layout = f", spans {x.spans}{', transposed' * x.transposed}" if isinstance(x, QuantizedArray) else ""
     return f"{type(x).__name__ if layout else 'an array'} of shape {tuple(x.shape)} and dtype {x.dtype}{layout}"
 

@@ -1,4 +1,4 @@
-"""Writing GGUF files, the format of llama.cpp, in F16 and Q8_0.
+"""Writing GGUF files, the format of llama.cpp: arrays in a layout of GGUF with their own bits, others in F16 or Q8_0.
 
 The header is not written by `gguf.GGUFWriter`, which rejects empty arrays and guesses the types in nested arrays, so
 that some files could be read but not written again. Where it can write a file, this module writes the same bytes. The
@@ -8,22 +8,30 @@ that some files could be read but not written again. Where it can write a file, 
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit.formats import Array8B, QuantizedArray
+from lowbit.formats import QuantizedArray
 
 from ._atomic import atomic_write
 from ._dtypes import GGUF_DTYPES, NAMES
-from .readers.gguf import ARRAY, NUMBERS, Q8_0, STRING, TYPES, GGUFField, package
+from ._gguf_blocks import BLOCK_TYPES, type_of
+from .readers.gguf import ARRAY, NUMBERS, STRING, TYPES, GGUFField, package
 
 _VERSION = 3
 _MOST_AXES, _LONGEST_NAME = 4, 63  # GGML_MAX_DIMS; GGML_MAX_NAME with the zero at the end
-_BLOCK = Q8_0["codes"].shape[0]
+_Q8_0 = BLOCK_TYPES["Q8_0"]
 _KINDS = {name: kind for kind, name in TYPES.items()}
+# llama.cpp's numbers for a file with most matrices in a type: the usual one first.
+_FILE_TYPES = {
+    **{"F32": (0,), "F16": (1,), "BF16": (32,), "Q4_0": (2,), "Q4_1": (3,), "Q5_0": (8,), "Q5_1": (9,), "Q8_0": (7,)},
+    **{"Q2_K": (10, 21), "Q3_K": (12, 11, 13), "Q4_K": (15, 14), "Q5_K": (17, 16), "Q6_K": (18,), "IQ4_NL": (25,)},
+    **{"IQ4_XS": (30,), "TQ1_0": (36,), "TQ2_0": (37,), "MXFP4": (38,), "NVFP4": (39,)},
+}
 
 
 def write_gguf(
@@ -33,15 +41,18 @@ def write_gguf(
     *,
     type: Literal["F16", "Q8_0"] = "F16",
 ) -> None:
-    """Write a GGUF file with its matrices in `type`.
+    """Write a GGUF file: arrays in a layout of GGUF with their own bits, other matrices in `type`.
 
         file = GGUFFile("model.gguf")
-        write_gguf("other.gguf", {name: file.array(name) for name in file}, file.fields, type="Q8_0")
+        write_gguf("same.gguf", {name: file.array(name) for name in file}, file.fields)
 
     - `metadata`: the `fields` of a file are written with the types that they had in it. Values without a type are
       written as llama.cpp expects them: integers as UINT32 if they fit, arrays of integers as INT32, floats as FLOAT32.
-    - Q8_0: an `Array8B` that was read from Q8_0 is written with the same bytes. Other arrays are dequantized and
-      quantized by the gguf package; rows that are not a multiple of 32 are written in F16.
+    - An array in the layout of a GGUF type is written with the same bytes that it was read from: Q4_0, Q4_1, Q5_0,
+      Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, TQ2_0, MXFP4 and NVFP4. TQ1_0 is read as the same array as TQ2_0, and
+      written as that.
+    - Other matrices are dequantized, and written in F16, or quantized to Q8_0 by the gguf package; rows that are not a
+      multiple of 32 are written in F16.
     - Vectors are written in F32, as llama.cpp expects them, and integers unchanged.
     - Each tensor is taken from the mapping two times, for its type and for its bytes, and none is kept.
 
@@ -51,7 +62,7 @@ def write_gguf(
         raise ValueError(f"type={type!r} cannot be written. Known types: F16, Q8_0.")
     gguf = package()
     fields = {key: _field(key, value) for key, value in metadata.items()}
-    kinds = {name: gguf.GGMLQuantizationType[_kind(name, tensors[name], type)] for name in tensors}
+    kinds = {name: gguf.GGMLQuantizationType[written_type(name, tensors[name], type)] for name in tensors}
     alignment = _alignment(fields)
     header = bytearray(b"GGUF" + struct.pack("<IQQ", _VERSION, len(kinds), len(fields)))
     for key, field in fields.items():
@@ -69,6 +80,13 @@ def write_gguf(
             data = _data(gguf, name, tensors[name], kind)
             file.write(data.data)
             file.write(bytes(-data.nbytes % alignment))
+
+
+def file_type(tensors: Mapping[str, Any], type: str, known: Any = None) -> int:
+    """llama.cpp's number for the type of most matrices of a file; `known` if it stands for the same type."""
+    types = Counter(written_type(name, array, type) for name, array in tensors.items() if len(array.shape) > 1)
+    numbers = _FILE_TYPES.get(types.most_common(1)[0][0] if types else "F32", _FILE_TYPES["F32"])
+    return known if known in numbers else numbers[0]
 
 
 def _text(value: str) -> bytes:
@@ -130,41 +148,28 @@ def _packed(key: str, field: GGUFField) -> bytes:
 # --- tensors
 
 
-def _kind(name: str, array: Any, type: str) -> str:
-    """The name of the type that a tensor is written in."""
+def written_type(name: str, array: Any, type: str) -> str:
+    """The name of the type that a tensor is written in; `type` is that of matrices without a layout of GGUF."""
     if len(name.encode()) > _LONGEST_NAME:
         raise ValueError(f"Tensor {name!r}: llama.cpp supports names of up to {_LONGEST_NAME} bytes.")
     if len(array.shape) > _MOST_AXES:
         raise ValueError(f"Tensor {name!r} has the shape {tuple(array.shape)}; GGUF supports up to {_MOST_AXES} axes.")
-    if type == "Q8_0" and is_q8_0(array):
-        return "Q8_0"
+    if isinstance(array, QuantizedArray) and (stored := type_of(array)):
+        return stored
     if array.dtype.kind == "i" and NAMES.get(array.dtype) in GGUF_DTYPES:
         return NAMES[array.dtype]
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"Tensor {name!r} is of dtype {array.dtype}, which GGUF does not have.")
     if len(array.shape) < 2:
         return "F32"
-    return type if array.shape[-1] % _BLOCK == 0 else "F16"
-
-
-def is_q8_0(array: Any) -> bool:
-    """Whether an array can be written as Q8_0 with its own codes and scales, as one that was read from Q8_0 can."""
-    if not isinstance(array, Array8B) or array.axis != -1 or array.block_size != _BLOCK:
-        return False
-    scales = np.asarray(array.scale, np.float32)
-    with np.errstate(over="ignore"):
-        same = scales.astype(np.float16).astype(np.float32).view(np.uint32) == scales.view(np.uint32)
-    return array.shape[-1] % _BLOCK == 0 and bool(same.all())
+    return type if array.shape[-1] % _Q8_0.elements == 0 else "F16"
 
 
 def _data(gguf: Any, name: str, array: Any, kind: Any) -> np.ndarray:
     """The bytes of a tensor."""
-    if kind.name == "Q8_0" and is_q8_0(array):
-        blocks = np.empty(math.prod(array.shape) // _BLOCK, Q8_0)
-        blocks["scale"] = np.asarray(array.scale).reshape(-1)
-        blocks["codes"] = np.asarray(array.weight).reshape(-1, _BLOCK)
-        return blocks.view(np.uint8)
     if isinstance(array, QuantizedArray):
+        if type_of(array) == kind.name:
+            return BLOCK_TYPES[kind.name].write(array)
         array = array.replace(dtype=np.dtype(np.float32)).materialize()  # without rounding to its dtype first
     array = np.asarray(array)
     if kind.name not in ("F32", "F16", "Q8_0") or not array.size:
@@ -172,7 +177,7 @@ def _data(gguf: Any, name: str, array: Any, kind: Any) -> np.ndarray:
     with np.errstate(all="ignore"):
         stored = gguf.quantize(np.asarray(array, np.float32, order="C"), kind)
     if kind.name == "Q8_0":
-        lost = not np.isfinite(stored.view(Q8_0)["scale"]).all()
+        lost = not np.isfinite(stored.view(_Q8_0.dtype)["scales"]).all()
     else:
         lost = not np.array_equal(np.isfinite(stored), np.isfinite(array))
     if lost:

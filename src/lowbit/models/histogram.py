@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
 from lowbit.formats.blocks import spread
 
 BINS = 64
@@ -39,6 +39,8 @@ def histogram(path: str, original: Any, stored: Any) -> Histogram:
     ((-1.0, 0.0, 1.0), 4)
     """
     levels: tuple[float, ...] = ()
+    if isinstance(stored, PermutedArray):
+        original, stored = stored.in_stored_order(original), stored.array
     if isinstance(stored, QuantizedArray):
         weights, rounded = map(np.asarray, _in_scales(stored, original))
         # The step is odd, since an even one may sample a single column.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowbit.adapters.array import LoraArray
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
 
 from .patterns import Rule, leaf_path, no_match
 
@@ -24,7 +24,7 @@ def is_quantized(x: Any) -> bool:
     >>> sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lowbit.is_quantized))
     520
     """
-    return isinstance(x, QuantizedArray)
+    return isinstance(x, QuantizedArray | PermutedArray)
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -53,7 +53,7 @@ def is_frozen(x: Any) -> bool:
     >>> jax.tree.map(lowbit.is_frozen, params, is_leaf=lowbit.is_frozen)  # the inverse of an optax mask
     {'b': False, 'step': True, 'w': True}
     """
-    return isinstance(x, QuantizedArray) or (hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.inexact))
+    return is_quantized(x) or (hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
@@ -87,7 +87,7 @@ def trainable(tree: Any, train: str | Iterable[str] | None = None) -> Any:
         matching = {rule.pattern for rule in patterns if hasattr(leaf, "dtype") and rule.matches(path, leaf)}
         used.update(matching)
         if matching and is_frozen(leaf):
-            kind = type(leaf).__name__ if isinstance(leaf, QuantizedArray) else f"an array of {leaf.dtype}"
+            kind = type(leaf).__name__ if is_quantized(leaf) else f"an array of {leaf.dtype}"
             raise ValueError(f"train={sorted(matching)[0]!r} matches {path}, which is {kind} and cannot be trained.")
         return bool(matching)
 

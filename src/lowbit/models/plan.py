@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from lowbit.adapters.array import LoraArray
 from lowbit.config import QuantizationConfig
-from lowbit.formats import QuantizedArray
 from lowbit.runtime import is_implicit
 
 from .axes import Found, axes_by_name, axes_by_program
+from .partition import is_quantized
 from .patterns import Rule, Rules, first_matches, is_array, leaf_path, no_match, ordered_rules
 
 # Smaller arrays are kept dense, unless a pattern names them.
@@ -122,7 +122,7 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
 
 def _not_a_dense_weight(leaf: Any) -> str | None:
     """Why a leaf cannot be quantized whatever its use: it is already stored in some form, or is not floating-point."""
-    if isinstance(leaf, QuantizedArray):
+    if is_quantized(leaf):
         return f"quantized already, as {type(leaf).__name__}"
     if isinstance(leaf, LoraArray):
         return "it has an adapter"

@@ -4,4 +4,5 @@ from . import contraction as contraction
 from . import elementwise as elementwise
 from . import joining as joining
 from . import lookup as lookup
+from . import permuted as permuted
 from . import structural as structural

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
 
 from .._checks import are_counts, checked_json, short
 from .._dtypes import DTYPES
@@ -96,7 +96,7 @@ class Tensor:
 
 def children_of(tree: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]] | None:
     """The keys and children of a container, and a function that rebuilds it from new children; None for a leaf."""
-    if tree is None or isinstance(tree, QuantizedArray):
+    if tree is None or isinstance(tree, QuantizedArray | PermutedArray):
         return None
     if type(tree) is dict:  # keeps its order, which JAX would sort
         return list(tree.items()), lambda children: dict(zip(tree, children, strict=True))
@@ -198,7 +198,7 @@ class Contents:
         self.names: dict[str, int] = {}
         # Tensors are named by their paths, so names that are much longer in total are an attack on memory.
         self.names_left = 4 * len(header)
-        self.quantized: dict[Any, QuantizedArray] = {}
+        self.quantized: dict[Any, Any] = {}
 
     def bad(self, where: str, problem: str) -> ValueError:
         return ValueError(f"{self.path}: {where} {problem}.")
@@ -318,6 +318,8 @@ class Contents:
                 return self.named(self.tensor(name, path), path)
             case {"quantized": str(name), "static": dict(static), "parts": dict(parts), **rest} if not rest:
                 return self.named(self.array(self.known(name, path), static, parts, path), path)
+            case {"permuted": dict(stored), "axis": int(axis), "order": str(name), **rest} if not rest:
+                return self.named(self.permuted(stored, axis, name, path), path)
             case [str(kind), list(pairs)] if len(path) < DEEPEST:
                 return Container(kind, self.children(kind, pairs, path))
             case {"str": str(value), **rest} if not rest:
@@ -385,6 +387,22 @@ class Contents:
             self.quantized[key] = cls._unflatten(values, tensors)
             self.check(self.quantized[key], path_name(path))
         return self.quantized[key]
+
+    def permuted(self, stored: dict[str, Any], axis: int, name: str, path: tuple[Key, ...]) -> PermutedArray:
+        match stored:
+            case {"quantized": str(kind), "static": dict(static), "parts": dict(parts), **rest} if not rest:
+                array = self.array(self.known(kind, path), static, parts, path)
+            case _:
+                raise self.bad(path_name(path), f"is a permuted {short(stored)}, which is not a quantized array")
+        order = self.tensor(name, path)
+        if type(axis) is not int or axis >= 0 or order.dtype != np.int32:
+            raise self.bad(path_name(path), f"is permuted along the axis {axis!r} in an order of dtype {order.dtype}")
+        permuted = PermutedArray._unflatten((axis,), [array, order])
+        try:
+            _ = permuted.shape
+        except ValueError as error:
+            raise self.bad(path_name(path), f"is not valid: {error}"[:500].rstrip(".")) from None
+        return self.quantized.setdefault((axis, id(array), order), permuted)
 
     def static(self, given: Any, path: tuple[Key, ...]) -> Any:
         match given:

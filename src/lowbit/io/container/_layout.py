@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
 
 from .._checks import short
 from .._dtypes import DTYPES, NAMES
@@ -55,6 +55,9 @@ class _Outline:
             fields, names = array._fields()
             static = {name: self.static(getattr(array, name), (*path, name)) for name in names}
             return {"quantized": kind, "static": static, "parts": {n: self.component(array, n, path) for n in fields}}
+        if isinstance(tree, PermutedArray):
+            order = self.component(tree, "order", path)
+            return {"permuted": self.node(tree.array, path), "axis": tree.axis, "order": order}
         if (opened := children_of(tree)) is not None:
             if len(path) >= DEEPEST:
                 raise self.bad(path, "is nested too deep", f"containers nest at most {DEEPEST} deep", ValueError)
@@ -76,7 +79,7 @@ class _Outline:
             return value
         raise self.bad(path, f"is {short(value)}", "static fields are finite numbers, strings and dtypes")
 
-    def component(self, array: QuantizedArray, name: str, path: tuple[Any, ...]) -> str | None:
+    def component(self, array: Any, name: str, path: tuple[Any, ...]) -> str | None:
         component = getattr(array, name)
         return None if component is None else self.tensor(component, (*path, name))
 
@@ -167,10 +170,7 @@ class Layout:
     def __init__(self, target: Path, arrays: dict[str, Any], metadata: dict[str, Any]):
         self._texts, self.tensors = outlined(target, arrays, metadata, shapes=True)
         nodes = dict(json.loads(self._texts["lowbit.tree"])[1])
-        self.components: dict[str, dict[str, str]] = {
-            name: {"": node["array"]} if "array" in node else {k: t for k, t in node["parts"].items() if t is not None}
-            for name, node in nodes.items()
-        }
+        self.components: dict[str, dict[str, str]] = {name: _components(node) for name, node in nodes.items()}
         start = len(self._start({}))
         ends = list(itertools.accumulate(map(byte_size, self.tensors.values()), initial=start))
         self.offsets = dict(zip(self.tensors, ends, strict=False))
@@ -188,6 +188,13 @@ class Layout:
     def tidy(self, target: Path) -> None:
         """Remove the shard files of the index that the file has replaced."""
         remove_shard_files(target, self.replaces)
+
+
+def _components(node: dict[str, Any]) -> dict[str, str]:
+    """The names of the tensors of an array, by component."""
+    if "permuted" in node:
+        return _components(node["permuted"]) | {"order": node["order"]}
+    return {"": node["array"]} if "array" in node else {k: t for k, t in node["parts"].items() if t is not None}
 
 
 def index_files(target: Path) -> dict[str, str]:

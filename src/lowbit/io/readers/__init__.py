@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from .._directory import check_whole
-from ._base import Reader, is_stored
+from ._base import Reader, decoded_types, is_stored
 from .gguf import GGUFFile
 from .lowbit import LowbitDir, LowbitFile, is_lowbit_file
 from .safetensors import WEIGHTS, HuggingFaceDir, SafetensorsFile
@@ -17,6 +17,7 @@ __all__ = [
     "LowbitFile",
     "Reader",
     "SafetensorsFile",
+    "decoded_types",
     "is_stored",
     "open_tensors",
 ]
@@ -45,5 +46,5 @@ def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Reade
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"GGUF":
-        return GGUFFile(path)
+        return GGUFFile(path, strict=strict)
     return LowbitFile(path) if is_lowbit_file(path) else SafetensorsFile(path, strict=strict)

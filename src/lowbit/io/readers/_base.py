@@ -2,6 +2,7 @@
 
 import difflib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,10 @@ from lowbit.formats.file_layouts import FILE_LAYOUTS
 
 from .._chunks import Chunked, struct_of
 from .._dtypes import DTYPES
+from .._gguf_blocks import BLOCK_TYPES
 from .._maps import located, release
 from .._regions import Region
 from ._file_regions import region_reader
-
-# Types of other files whose bits are those of a lowbit format.
-_SAME_BITS = ("Q8_0", "TQ2_0")
 
 
 class Reader(ABC):
@@ -119,12 +118,20 @@ def _read_whole(read: Callable[[str], Any], name: str) -> Callable[[Region], Any
 
 
 def is_stored(kind: str) -> bool:
-    """Whether tensors of a type are quantized arrays: of a lowbit format, of a file's layout, or of a user's class.
+    """Whether tensors of a type are quantized arrays: of a lowbit format or a file's, or of a user's class.
 
-    >>> is_stored("nf4"), is_stored("Q8_0"), is_stored("Q4_1"), is_stored("BF16")
+    >>> is_stored("nf4"), is_stored("Q4_K"), is_stored("IQ2_XS"), is_stored("BF16")
     (True, True, False, False)
     """
-    return kind in FORMATS or kind in FILE_LAYOUTS or kind in _SAME_BITS or kind in _class_names(QuantizedArray)
+    return any(kind in names for names in (FORMATS, FILE_LAYOUTS, BLOCK_TYPES)) or kind in _class_names(QuantizedArray)
+
+
+def decoded_types(file: Reader) -> str | None:
+    """A sentence on the tensors that are dequantized when they are read; None if there are none."""
+    kinds = Counter(file.type(name) for name in file)
+    which = ", ".join(f"{n} of type {kind}" for kind, n in kinds.items() if kind not in DTYPES and not is_stored(kind))
+    told = f"{file.path}: tensors are dequantized to float32, since lowbit has no format for them: {which}."
+    return told if which else None
 
 
 def _class_names(cls: type) -> set[str]:

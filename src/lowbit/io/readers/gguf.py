@@ -5,7 +5,7 @@ of the file before it is used, and whatever is inconsistent raises one `ValueErr
 Tensors are read on request, from a memory map.
 
 The header is not read by `gguf.GGUFReader`, which creates an object of half a kilobyte for each number of an array: a
-file of 300 kB can take 200 MB there. The `gguf` package defines the types of tensors and decodes them.
+file of 300 kB can take 200 MB there. The `gguf` package defines the types of tensors and decodes them to float32.
 """
 
 import math
@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from lowbit.formats import Array1B, Array8B, QuantizedArray
-from lowbit.formats.blocks import WHOLE
+from lowbit.formats import QuantizedArray
 
 from .._checks import can_be_a_shape
 from .._chunks import Chunked
 from .._dtypes import DTYPES, GGUF_DTYPES
+from .._gguf_blocks import BLOCK_TYPES, CHUNK
 from .._maps import mapped, release
-from .._regions import Region, contiguous_runs, region_shape
-from ._base import Reader, is_stored
+from .._regions import Region, full_region, region_shape
+from ._base import Reader
 
 # The types of metadata values by their numbers in the GGUF specification (ggml/docs/gguf.md), and for those that are
 # numbers their codes in `struct` and numpy.
@@ -35,17 +36,11 @@ TYPES |= {STRING: "STRING", ARRAY: "ARRAY", 10: "UINT64", 11: "INT64", 12: "FLOA
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ARRAYS = {kind: f"[{name}]" for kind, name in TYPES.items()}
 
-# The blocks of a file (ggml-common.h). Byte 4 m + k of each half of a TQ2_0 block has the code of value 32 l + 4 m + k
-# of that half in its bits 2 l.
-Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
-_TQ2_0 = np.dtype([("codes", "u1", (2, 8, 4)), ("scale", "<f2")])
-
 # The total of keys, tensors and array elements in a header. The largest vocabularies need a third of it; as Python
 # objects this many take less than half a gigabyte.
 _MOST_VALUES = 1 << 22
 _MOST_AXES = 4  # GGML_MAX_DIMS
 _DEEPEST = 4  # levels of nested arrays
-_CHUNK = 1 << 18  # elements decoded at a time, few enough to stay in the cache
 
 
 class GGUFField(NamedTuple):
@@ -63,19 +58,20 @@ class GGUFFile(Reader):
 
         file = GGUFFile("model.gguf")
         file.metadata["general.architecture"]       # 'llama'
-        file.type("token_embd.weight")              # 'Q8_0'
-        file.array("token_embd.weight")             # an Array8B with the file's own codes and scales
+        file.type("token_embd.weight")              # 'Q4_K'
+        file.array("token_embd.weight")             # a PackedArray with the file's own codes and scales
         file.dense("blk.0.attn_q.weight")           # float32, whatever the file stores
 
     Opening it reads and checks the whole header; a file that is truncated or damaged there raises a `ValueError`. The
     numbers of a tensor have no checksum. `fields` is the metadata with its types in the file, for `write_gguf`.
+    `strict`: `array` raises for a tensor whose type lowbit has no format for, instead of dequantizing it.
     """
 
     fields: dict[str, GGUFField]
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], *, strict: bool = False):
         self._gguf = package()
-        path = Path(path)
+        path, self._strict = Path(path), strict
         if path.stat().st_size == 0:
             raise ValueError(f"{path} is not a GGUF file: it is empty.")
         self._data = mapped(path)
@@ -96,68 +92,83 @@ class GGUFFile(Reader):
         tensor = self._entry(name)
         if tensor.type.name in GGUF_DTYPES:
             return self._plain(tensor).astype(dtype, copy=False)
-        return self.values(name, 0, math.prod(tensor.shape), dtype).reshape(tensor.shape)
+        return self._decoded(name, full_region(tensor.shape), dtype)
 
-    def values(self, name: str, start: int, stop: int, dtype: Any = np.float32) -> np.ndarray:
-        """Decode elements `start` to `stop` of a flattened tensor; both must be multiples of its block."""
+    def array(self, name: str) -> QuantizedArray | np.ndarray:
+        """A tensor with the bits that the file stores, if lowbit has a format for them. Never quantized again.
+
+        - Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0, MXFP4 and NVFP4: a quantized array
+          with blocks along the last axis. Scales are float16 or codes, as in the file.
+        - Floating-point numbers and integers: a numpy array, a read-only view of the file.
+        - All others, whose codes refer to a codebook: `dense(name)`. With `strict` that raises.
+        """
         tensor = self._entry(name)
-        block, size = self._gguf.GGML_QUANT_SIZES[tensor.type]
-        stored, out = self._bytes(tensor)[start // block * size : stop // block * size], np.empty(stop - start, dtype)
-        step = max(1, _CHUNK // block)
-        for first in range(0, out.size // block, step):
-            chunk = stored[first * size : (first + step) * size]
+        if tensor.type.name in GGUF_DTYPES:
+            return self._plain(tensor)
+        if tensor.type.name in BLOCK_TYPES:
+            return jax.tree.map(jnp.asarray, self._stored(name, full_region(tensor.shape)))
+        self._check_strict(name)
+        return self.dense(name)
+
+    def chunks(self, name: str, *, as_stored: bool) -> Chunked:
+        shape, kind = self.shape(name), self.type(name)
+        if kind in GGUF_DTYPES:
+            return super().chunks(name, as_stored=as_stored)
+        stored = as_stored and kind in BLOCK_TYPES
+        if as_stored and not stored:
+            self._check_strict(name)
+
+        def read(region: Region) -> Any:
+            found = self._stored(name, region) if stored else self._decoded(name, region)
+            release()
+            return found
+
+        like = BLOCK_TYPES[kind].like(shape) if stored else jax.ShapeDtypeStruct(shape, np.float32)
+        block = self._gguf.GGML_QUANT_SIZES[self._entry(name).type][0]
+        return Chunked(like, [1] * (len(shape) - 1) + [block], read)
+
+    def _stored(self, name: str, region: Region) -> QuantizedArray:
+        """A region of whole blocks with the bits that the file stores, in numpy."""
+        kind = BLOCK_TYPES[self.type(name)]
+        blocks = self._blocks(name, region).view(kind.dtype)
+        try:
+            return kind.read(blocks, region_shape(region))
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} of type {self.type(name)} {error}. `dense` decodes it as llama.cpp does."
+            ) from None
+
+    def _decoded(self, name: str, region: Region, dtype: Any = np.float32) -> np.ndarray:
+        """A region of whole blocks, dequantized by the gguf package."""
+        tensor, blocks = self._entry(name), self._blocks(name, region)
+        block = self._gguf.GGML_QUANT_SIZES[tensor.type][0]
+        out, step = np.empty((len(blocks), block), dtype), max(1, CHUNK // block)
+        for first in range(0, len(blocks), step):
             try:
                 with np.errstate(all="ignore"):  # an infinite scale makes its block infinite
-                    values = self._gguf.dequantize(chunk, tensor.type)
+                    out[first : first + step] = self._gguf.dequantize(blocks[first : first + step], tensor.type)
             except NotImplementedError:
                 raise ValueError(
                     f"{self.path}: tensor {name!r} is of type {tensor.type.name}, which the installed gguf package "
                     "cannot decode. Convert the file to another type, or install a newer gguf."
                 ) from None
-            out[first * block : (first + step) * block] = values
-        return out
+        return out.reshape(region_shape(region))
 
-    def array(self, name: str) -> QuantizedArray | np.ndarray:
-        """A tensor with the bits that the file stores, if lowbit has a format for them. Never quantized again.
-
-        - Q8_0: an `Array8B` with blocks of 32 along the last axis.
-        - TQ2_0: a ternary `Array1B` with blocks of 256 along the last axis.
-        - Floating-point numbers and integers: a numpy array, a read-only view of the file.
-        - All others: `dense(name)`.
-        """
+    def _blocks(self, name: str, region: Region) -> np.ndarray:
+        """The bytes of a region of whole blocks, one block in each row."""
         tensor = self._entry(name)
-        if tensor.type.name in GGUF_DTYPES:
-            return self._plain(tensor)
-        if tensor.type.name == "Q8_0":
-            blocks = self._bytes(tensor).view(Q8_0)
-            weight = blocks["codes"].reshape(tensor.shape)
-            return Array8B(weight=weight, scale=_scales(blocks, tensor.shape, 32), axis=-1, block_size=32)
-        if tensor.type.name == "TQ2_0":
-            blocks = self._bytes(tensor).view(_TQ2_0)
-            weight = _ternary(blocks["codes"]).reshape(*tensor.shape[:-1], tensor.shape[-1] // 4)
-            if (weight & weight >> 1 & 0b01010101).any():
-                raise ValueError(
-                    f"{self.path}: tensor {name!r} of type TQ2_0 has codes other than -1, 0 and 1. "
-                    "`dense` decodes them."
-                )
-            scale = _scales(blocks, tensor.shape, 256)
-            return Array1B(weight=weight, scale=scale, kind="ternary", axis=-1, block_size=256)
-        return self.dense(name)
+        block, size = self._gguf.GGML_QUANT_SIZES[tensor.type]
+        stored = self._bytes(tensor).reshape(*tensor.shape[:-1], tensor.shape[-1] // block, size)
+        start, stop = region[-1]
+        rows = (slice(*bounds) for bounds in region[:-1])
+        return stored[(*rows, slice(start // block, stop // block))].reshape(-1, size)
 
-    def chunks(self, name: str, *, as_stored: bool) -> Chunked:
-        shape, kind = self.shape(name), self.type(name)
-        if kind in GGUF_DTYPES or is_stored(kind) or len(shape) < 2:
-            return super().chunks(name, as_stored=as_stored)
-
-        def rows(region: Region) -> np.ndarray:
-            (start, *others), length = contiguous_runs(shape, region)
-            assert not others
-            values = self.values(name, start, start + length).reshape(region_shape(region))
-            release()
-            return values
-
-        # Rows consist of whole blocks.
-        return Chunked(jax.ShapeDtypeStruct(shape, np.float32), [1] * (len(shape) - 1) + [WHOLE], rows)
+    def _check_strict(self, name: str) -> None:
+        if self._strict:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} cannot keep its stored bits: lowbit has no format for the codebook of "
+                f"{self.type(name)}. Without strict it is dequantized to float32."
+            )
 
     def _bytes(self, tensor: "_Tensor") -> np.ndarray:
         return self._data[tensor.start : tensor.stop]
@@ -177,19 +188,6 @@ def package() -> Any:
 def without_types(field: GGUFField) -> Any:
     """The value of a field as a plain Python object."""
     return [without_types(element) for element in field.value] if field.type == "[ARRAY]" else field.value
-
-
-def _scales(blocks: np.ndarray, shape: tuple[int, ...], block: int) -> np.ndarray:
-    return blocks["scale"].astype(np.float32).reshape(*shape[:-1], shape[-1] // block)
-
-
-def _ternary(codes: np.ndarray) -> np.ndarray:
-    """The codes of TQ2_0 blocks in the packing of `Array1B`: four codes per byte, the first in the highest bits."""
-    bits = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    packed = np.zeros((len(codes), 2, 4, 8), np.uint8)
-    for k in range(4):
-        packed |= (codes[:, :, None, :, k] >> bits & 3) << (6 - 2 * k)
-    return packed
 
 
 class _Tensor(NamedTuple):

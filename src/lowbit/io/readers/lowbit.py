@@ -63,7 +63,7 @@ class LowbitFile(Reader):
         array = self._entry(name)
         if not isinstance(array, QuantizedArray):
             return NAMES[array.dtype]
-        return array.format.name if array.format else type(array).__name__
+        return array.format_label or type(array).__name__
 
     def array(self, name: str) -> QuantizedArray | np.ndarray:
         array = self._entry(name)
