@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from lowbit.formats import Array8B, PackedArray, QuantizedArray
+from lowbit.formats import Array8B, PackedArray, PermutedArray, QuantizedArray
 from lowbit.formats.blocks import WHOLE, span_of, stored_length, trimmed
 from lowbit.formats.packed import layout_of
 
@@ -143,10 +143,7 @@ class Weight:
     order: np.ndarray | None = None
     direct: bool = False
 
-    @property
-    def problem(self) -> str:
-        """Why no lowbit array has these bits; empty if one has."""
-        return "" if self.order is None else "its inputs are stored in activation order"
+    problem: ClassVar[str] = ""  # every weight has a lowbit array with its bits
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -196,9 +193,10 @@ class Weight:
                 found[name][start:stop] = component
         return self.built(self.stored_shape, {**found, **self.scales})
 
-    def array(self) -> QuantizedArray:
+    def array(self) -> QuantizedArray | PermutedArray:
         """The array with every stored bit."""
-        return self.stored()
+        stored = self.stored()
+        return stored if self.order is None else PermutedArray(stored, self.order, axis=-1)
 
     @property
     def row_axis(self) -> int:

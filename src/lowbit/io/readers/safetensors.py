@@ -97,7 +97,7 @@ class _SafetensorsReader(Reader):
 
     def chunks(self, name: str, *, as_stored: bool) -> Chunked:
         weight = self._weight(name)
-        if not isinstance(weight, Weight) or weight.problem:
+        if not isinstance(weight, Weight) or (as_stored and weight.order is not None):
             return super().chunks(name, as_stored=as_stored)
         return weight_chunks(weight, as_stored=as_stored)
 
