@@ -80,6 +80,16 @@ class PermutedArray(ImplicitArray):
         return self.array.dtype
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the stored array, as stored."""
+        return self.array.stored_shape
+
+    @property
+    def format_label(self) -> str | None:
+        """The name of the format of the stored array."""
+        return self.array.format_label
+
+    @property
     def format(self) -> Format | None:
         """The format of the stored array."""
         return self.array.format
