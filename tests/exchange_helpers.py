@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as ValueType
+from gguf_helpers import KEPT as KEPT_TYPES
+from gguf_helpers import golden, write
 from safetensors.numpy import save_file
 
 from lowbit.io import GGUFField, GGUFFile, HuggingFaceDir, SafetensorsFile
@@ -143,7 +145,9 @@ def seeds(tmp_path: Path) -> list[Path]:
         shutil.copyfile(GOLDEN[name], tmp_path / f"{name}.safetensors")
     model_dir(tmp_path / "model")
     by_the_package(tmp_path / "model.gguf")
-    files = ["plain.safetensors", "block64_float16_nested.safetensors", "crossing.safetensors", "model.gguf"]
+    write(tmp_path / "types.gguf", {kind.name: (golden(kind)[:1], kind) for kind in KEPT_TYPES})
+    files = ["plain.safetensors", "block64_float16_nested.safetensors", "crossing.safetensors"]
+    files += ["model.gguf", "types.gguf"]
     files += [f"model/{name}" for name in ("config.json", INDEX, FIRST, SECOND)]
     return [tmp_path / name for name in files]
 

@@ -9,7 +9,7 @@ import pytest
 from exchange_helpers import GOLDEN, reads, seeds, stored
 from safetensors.numpy import save_file
 
-SEEDS = ["plain", "block64_float16_nested", "crossing", "gguf", "config", "index", "first", "second"]
+SEEDS = ["plain", "block64_float16_nested", "crossing", "gguf", "types", "config", "index", "first", "second"]
 
 
 @pytest.fixture(params=range(len(SEEDS)), ids=SEEDS)

@@ -161,7 +161,7 @@ class PermutedArray(ImplicitArray):
         return self.array.logical_spec()
 
     def _facts(self) -> list[str]:
-        name = [repr(self.format.name)] if self.format else []
+        name = [repr(self.array.format_label)] if self.array.format_label else []
         return [*name, *super()._facts()[:-1], f"permuted along axis {self.axis}", *super()._facts()[-1:]]
 
 
