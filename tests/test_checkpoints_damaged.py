@@ -202,6 +202,35 @@ def test_bits_and_groups_that_are_overridden_for_a_layer_are_seen_from_its_tenso
         np.testing.assert_array_equal(model.array(f"{module}.weight").materialize(), want[f"{first}.weight"])
 
 
+def test_places_of_the_config(tmp_path: Path) -> None:
+    """MLX writes its options twice, models for images and text in an inner config, AutoGPTQ in a file of its own."""
+    cases = {"mlx_affine_4": lambda found: found | {"quantization_config": found["quantization"]}}
+    cases["gptq_4"] = lambda found: {"text_config": found}
+    for name, change in cases.items():
+        [(weight, want)] = checkpoint(name, tmp_path).items()
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(change(json.loads(config.read_text()))))
+        np.testing.assert_array_equal(HuggingFaceDir(tmp_path).array(weight).materialize(), want)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32}))
+    config.write_text("{}")
+    np.testing.assert_array_equal(HuggingFaceDir(tmp_path).array(weight).materialize(), want)
+
+
+def test_names_that_end_as_those_of_a_method_are_dense_tensors_in_other_models(tmp_path: Path) -> None:
+    tensors = {"down.blocks": np.ones(3, np.float32), "up_blocks": np.ones(3, np.float32), "a.scales": np.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for reader in (SafetensorsFile(tmp_path / "model.safetensors"), HuggingFaceDir(tmp_path)):
+        assert set(reader) == set(tensors) and not reader.refusal
+
+
+def test_weights_of_deepseek_v4_are_refused(tmp_path: Path) -> None:
+    checkpoint("fp8_block", tmp_path)
+    tensors = {"e.weight": np.ones((4, 4), np.int8), "e.scale": np.ones((4, 1), np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"is quantized by fp8 with 'e.scale': .* cannot be read"):
+        HuggingFaceDir(tmp_path)
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_changed_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
     checkpoint(name, tmp_path)
