@@ -31,8 +31,9 @@ def checkpoint(name: str, path: Path, **changed: Any) -> dict[str, np.ndarray]:
     about = metadata(name)
     for file in (key for key in about if key.endswith(".json")):
         contents = json.loads(about[file])
-        for place in contents.values() if changed else ():
-            place.update(changed)
+        for place in contents.values():
+            if isinstance(place, dict):
+                place.update(changed)
         (path / file).write_text(json.dumps(contents))
     own = {key: about[key] for key in about if not key.endswith(".json") and key != "maker"}
     save_file({key: np.array(value, order="C") for key, value in tensors.items()}, path / "model.safetensors", own)

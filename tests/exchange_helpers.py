@@ -149,12 +149,21 @@ def seeds(tmp_path: Path) -> list[Path]:
     files = ["plain.safetensors", "block64_float16_nested.safetensors", "crossing.safetensors"]
     files += ["model.gguf", "types.gguf"]
     files += [f"model/{name}" for name in ("config.json", INDEX, FIRST, SECOND)]
-    return [tmp_path / name for name in files]
+    return [tmp_path / name for name in files] + checkpoint_files(tmp_path)
+
+
+def checkpoint_files(tmp_path: Path) -> list[Path]:
+    """Write golden checkpoints of other projects, a directory each; returns their weights and configs."""
+    from checkpoint_helpers import CHECKPOINTS, checkpoint  # which imports this module
+
+    for name in CHECKPOINTS:
+        checkpoint(name, tmp_path / name)
+    return [tmp_path / name / file for name in CHECKPOINTS for file in ("model.safetensors", "config.json")]
 
 
 def reads(path: Path) -> Any:
     """Everything in a file, or in its directory, both as stored and dense."""
-    if (path.parent / INDEX).exists() or path.name == INDEX:
+    if path.name == INDEX or any((path.parent / name).exists() for name in (INDEX, "config.json")):
         file: Any = HuggingFaceDir(path.parent)
     else:
         file = GGUFFile(path) if path.suffix == ".gguf" else SafetensorsFile(path)

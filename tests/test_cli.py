@@ -96,9 +96,10 @@ def test_hugging_face_directories_are_read_and_written(tiny: Path, tmp_path: Pat
 
 def test_inspect_and_compare_list_the_tensors(tiny: Path, tmp_path: Path) -> None:
     found = json.loads(run("inspect", tiny, "--json").output)
-    assert found["tensors"][0] == {"name": "blk.0.attn_q.weight", "shape": [64, 64], "type": "F32", "bytes": 16384}
+    first = {"name": "blk.0.attn_q.weight", "shape": [64, 64], "type": "F32", "blocks": [], "bytes": 16384}
+    assert found["tensors"][0] == first
     lines = run("inspect", tiny).output.splitlines()
-    assert lines[0].split() == ["name", "shape", "type", "bytes", "bits"] and lines[-1].startswith("total")
+    assert lines[0].split() == ["name", "shape", "type", "blocks", "bytes", "bits"] and lines[-1].startswith("total")
     run("quantize", tiny, tmp_path / "b.safetensors", "--format", "int8", "--rule", "*ffn_up*=binary")
     rows = json.loads(run("compare", tiny, tmp_path / "b.safetensors", "--json").output)["tensors"]
     assert rows[0]["name"].endswith("ffn_up.weight") and 0.5 < rows[0]["error"] < 0.7

@@ -189,20 +189,24 @@ def convert(
 def inspect(source: Source, as_json: Json = False) -> None:
     """List the tensors of a file.
 
-    Shows the shape, type, bytes and bits per weight of each.
+    Shows the shape, format, blocks, bytes and bits per weight of each. Blocks of 32 along the last axis are 32@-1.
     """
     with plain_errors():
         from lowbit.io import open_tensors
         from lowbit.io.readers import decoded_types
 
         file = open_tensors(source)
-        rows = [{"name": n, "shape": list(file.shape(n)), "type": file.type(n), "bytes": file.nbytes(n)} for n in file]
+        rows = [_listed(file, name) for name in file]
         if as_json:
             return _print_json({"path": str(source), "kind": type(file).__name__, "tensors": rows})
-        cells = [(r["name"], _shape(r["shape"]), r["type"], f"{r['bytes']:,}", _bits(r)) for r in rows]
+        cells = [
+            (r["name"], _shape(r["shape"]), r["type"], _blocks(r["blocks"]), f"{r['bytes']:,}", _bits(r)) for r in rows
+        ]
         total = {"bytes": sum(r["bytes"] for r in rows), "shape": [sum(_size(r["shape"]) for r in rows)]}
-        cells.append(("total", f"{total['shape'][0]:,}", "", f"{total['bytes']:,}", _bits(total)))
-        _print_table(("name", "shape", "type", "bytes", "bits"), cells)
+        cells.append(("total", f"{total['shape'][0]:,}", "", "", f"{total['bytes']:,}", _bits(total)))
+        _print_table(("name", "shape", "type", "blocks", "bytes", "bits"), cells)
+        if file.refusal:
+            typer.echo(file.refusal)
         if decoded := decoded_types(file):
             typer.echo(decoded)
 
@@ -444,6 +448,17 @@ def _print_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     for line in (head, *rows):
         typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _listed(file: Any, name: str) -> dict[str, Any]:
+    """A tensor of a file as `inspect` lists it."""
+    blocks = [{"axis": axis, "size": size} for axis, size in file.blocks(name).items()]
+    found = {"name": name, "shape": list(file.shape(name)), "type": file.type(name)}
+    return found | {"blocks": blocks, "bytes": file.nbytes(name)}
+
+
+def _blocks(blocks: list[dict[str, Any]]) -> str:
+    return " ".join(f"{block['size'] or 'all'}@{block['axis']}" for block in blocks)
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -63,7 +63,9 @@ def settings_of(path: Path, configs: Mapping[str, Any], metadata: Mapping[str, A
         for key in ("quantization_config", "compression_config"):
             if place.get(key) is not None:
                 options = place[key]
-                return settings(options.get("quant_method") if type(options) is dict else None, options)
+                # MLX writes its options under this name too.
+                unnamed = "mlx" if "quantization" in model else None
+                return settings(options.get("quant_method", unnamed) if type(options) is dict else None, options)
     if "quantize_config.json" in configs:
         found = configs["quantize_config.json"]
         return settings(found.get("quant_method", "gptq"), found)

@@ -33,6 +33,11 @@ from ._base import (
 
 def _find(names: Mapping[str, Any], settings: Settings) -> Iterator[Found]:
     settings.option("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    packed = next((name for name in names if name.endswith(".scale") and f"{name[:-6]}.weight" in names), None)
+    if settings.method and packed is not None:
+        raise settings.bad(
+            f"{packed!r}: weights with `.scale` (DeepSeek-V4) may be FP4 in bytes, and cannot be read yet"
+        )
     marks = (".weight_scale_inv", ".weight_scale") if settings.method else (".weight_scale_inv",)
     for mark in marks:
         for name, stored in grouped(names, mark, {"weight": ".weight", "scale": mark}, path=settings.path):

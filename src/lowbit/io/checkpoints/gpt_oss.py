@@ -9,6 +9,7 @@ In the files of transformers `m` ends in `_proj`, whose dense tensor is (experts
 are `m.blocks` and `m.scales`, and the dense tensor is (experts, out, in).
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,8 +18,12 @@ import numpy as np
 
 from ._base import BYTES, Found, Method, Settings, Tensors, Weight, grouped, nibbles
 
+_OWN = re.compile(r"(\.experts\.\w+_proj_|\.mlp\.mlp\d_weight\.)(blocks|scales)$")
+
 
 def _find(names: Mapping[str, Any], settings: Settings) -> Iterator[Found]:
+    if not settings.method:  # other models may have tensors with these endings
+        names = dict.fromkeys(name for name in names if _OWN.search(name))
     for dot, transposed in (("_", True), (".", False)):
         roles = {"blocks": f"{dot}blocks", "scales": f"{dot}scales"}
         for name, stored in grouped(names, roles["blocks"], roles, path=settings.path, suffix=""):

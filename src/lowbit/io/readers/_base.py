@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lowbit.formats import FORMATS, QuantizedArray
-from lowbit.formats.blocks import WHOLE
+from lowbit.formats import FORMATS, PermutedArray, QuantizedArray
+from lowbit.formats.blocks import WHOLE, span_of
 from lowbit.formats.file_layouts import FILE_LAYOUTS
 
 from .._chunks import Chunked, struct_of
@@ -96,6 +96,17 @@ class Reader(ABC):
         like = jax.tree.map(struct_of, self.array(name))
         release()
         return Chunked(like, whole, _read_whole(self.array, name))
+
+    def blocks(self, name: str) -> dict[int, int | None]:
+        """The axes along which elements of a quantized tensor share a scale, from the end, and how many; None for all.
+
+        Empty for a tensor that is not quantized. Reads no codes.
+        """
+        if self.type(name) in DTYPES or not is_stored(self.type(name)):
+            return {}
+        like: Any = self.chunks(name, as_stored=True).like
+        like = like.array if isinstance(like, PermutedArray) else like
+        return {axis: span_of(like.spans, like.swapped(axis)) or None for axis in like.scale_axes}
 
     def _entry(self, name: str) -> Any:
         if name not in self._entries:

@@ -101,6 +101,10 @@ class _SafetensorsReader(Reader):
             return super().chunks(name, as_stored=as_stored)
         return weight_chunks(weight, as_stored=as_stored)
 
+    def blocks(self, name: str) -> dict[int, int | None]:
+        weight = self._weight(name)
+        return {} if weight is not None and weight.problem else super().blocks(name)
+
     def _weight(self, name: str) -> Weight | Saved4Bit | None:
         """A quantized weight, or None for any other tensor."""
         self._entry(name)
