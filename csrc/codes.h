@@ -13,8 +13,8 @@ LOWBIT_INLINE float int8_level(uint8_t byte) { return static_cast<float>(static_
 
 struct InOrder {
   static constexpr bool kTimes = false;
-  LOWBIT_INLINE static F order(F v) { return v; }
-  LOWBIT_INLINE static F unorder(F v) { return v; }
+  LOWBIT_INLINE static void order(F*) {}
+  LOWBIT_INLINE static void unorder(F*) {}
 };
 
 #if defined(LOWBIT_AVX512)
@@ -45,11 +45,13 @@ struct NibbleVectors {
       v[i] = _mm512_permutexvar_ps(_mm512_rorv_epi64(_mm512_set1_epi64(codes), turns), table);
     }
   }
-  LOWBIT_INLINE static F order(F v) {
-    return permute(v, _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+  LOWBIT_INLINE static void order(F v[2]) {
+    const __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    for (int i = 0; i < 2; ++i) v[i] = permute(v[i], lanes);
   }
-  LOWBIT_INLINE static F unorder(F v) {
-    return permute(v, _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+  LOWBIT_INLINE static void unorder(F v[2]) {
+    const __m512i lanes = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    for (int i = 0; i < 2; ++i) v[i] = permute(v[i], lanes);
   }
 };
 
@@ -99,9 +101,10 @@ struct Int8Vectors : InOrder {
 };
 
 // AVX2 has a lookup in 16 bytes but not in 16 floats: each of the four bytes of the floats is looked up for 32 codes at
-// once, and the bytes are interleaved to floats, in 14 operations for 32 columns; in 10 if the lower two bytes are zero
-// (kShort), as those of small integers are. The high nibbles (even columns) are in the lower half of each register, the
-// low ones in the upper half.
+// once, and the bytes are interleaved to floats, in 14 operations for 32 columns. In 10 if the lower two bytes are zero
+// (kShort), as those of small integers are: the upper ones are interleaved to words, and the even and the odd words
+// become floats by a shift and a mask, which other units execute than the shuffles. The high nibbles (even columns) are
+// in the lower half of each register, the low ones in the upper half.
 template <bool kShort>
 struct NibbleVectors {
   __m256i planes[4];
@@ -127,20 +130,33 @@ struct NibbleVectors {
     codes = _mm256_srlv_epi32(codes, _mm256_setr_epi32(4, 4, 4, 4, 0, 0, 0, 0));
     codes = _mm256_and_si256(codes, _mm256_set1_epi8(15));
     const __m256i byte2 = _mm256_shuffle_epi8(planes[2], codes), byte3 = _mm256_shuffle_epi8(planes[3], codes);
-    __m256i low_a = _mm256_setzero_si256(), low_b = low_a;
-    if (!kShort) {
-      const __m256i byte0 = _mm256_shuffle_epi8(planes[0], codes), byte1 = _mm256_shuffle_epi8(planes[1], codes);
-      low_a = _mm256_unpacklo_epi8(byte0, byte1);
-      low_b = _mm256_unpackhi_epi8(byte0, byte1);
-    }
     const __m256i high_a = _mm256_unpacklo_epi8(byte2, byte3), high_b = _mm256_unpackhi_epi8(byte2, byte3);
+    if constexpr (kShort) {
+      const __m256i odd = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+      v[0] = _mm256_castsi256_ps(_mm256_slli_epi32(high_a, 16));
+      v[1] = _mm256_castsi256_ps(_mm256_and_si256(high_a, odd));
+      v[2] = _mm256_castsi256_ps(_mm256_slli_epi32(high_b, 16));
+      v[3] = _mm256_castsi256_ps(_mm256_and_si256(high_b, odd));
+      return;
+    }
+    const __m256i byte0 = _mm256_shuffle_epi8(planes[0], codes), byte1 = _mm256_shuffle_epi8(planes[1], codes);
+    const __m256i low_a = _mm256_unpacklo_epi8(byte0, byte1), low_b = _mm256_unpackhi_epi8(byte0, byte1);
     v[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low_a, high_a));
     v[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low_a, high_a));
     v[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low_b, high_b));
     v[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low_b, high_b));
   }
-  LOWBIT_INLINE static F order(F v) { return permute(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
-  LOWBIT_INLINE static F unorder(F v) { return permute(v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)); }
+  LOWBIT_INLINE static void order(F v[2]) {
+    const F a = kShort ? _mm256_unpacklo_ps(v[0], v[1]) : v[0], b = kShort ? _mm256_unpackhi_ps(v[0], v[1]) : v[1];
+    v[0] = permute(a, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    v[1] = permute(b, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  }
+  LOWBIT_INLINE static void unorder(F v[2]) {
+    const F a = permute(v[0], _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+    const F b = permute(v[1], _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+    v[0] = kShort ? _mm256_shuffle_ps(a, b, 0x88) : a;
+    v[1] = kShort ? _mm256_shuffle_ps(a, b, 0xdd) : b;
+  }
 };
 
 // All lanes hold the same codes, each shifted by a different number of bits; the lookup in four floats uses only the

@@ -3,7 +3,7 @@
 //   level(byte, i)      the level of the i-th code of a byte, for code that is not performance-critical
 //   decode(bytes, v)    the levels of kLine consecutive columns, in four vectors of kLanes columns each
 //   times(f)            a decoder of f times the levels, if that is faster (kTimes)
-//   order(v)            such a vector with its lanes in column order; a decoder may use a different order
+//   order(v)            puts the lanes of the first or the last two of them in column order; a decoder may use another
 //   unorder(v)          the inverse
 //
 // and for int8 products, if is_fast():
@@ -127,7 +127,7 @@ struct Fp8 : Fp8Vectors {
 template <bool kIsSmall>
 struct NibbleLevels : NibbleVectors<kIsSmall>, Levels<4, kIsSmall> {
   static constexpr int kTableRows = 0;
-  static constexpr bool kTimes = kAddsBesideFma;
+  static constexpr bool kTimes = kAddsBesideFma && !kIsSmall;
 
   explicit NibbleLevels(const float* table) : NibbleVectors<kIsSmall>(table), Levels<4, kIsSmall>(table) {}
 

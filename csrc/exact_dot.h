@@ -79,11 +79,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
   float* packed = buffer<float>(Scratch::call_pack, p.m * width);
   if (packed == nullptr) return false;
   for (int64_t m = 0; m < p.m; ++m) {
-    for (int64_t c = 0; c < width; c += kLanes) {
-      const float* from = x + m * p.k + c;
-      const F v = c + kLanes <= p.k ? load(from) : c < p.k ? load(from, p.k - c) : zero();
-      store(packed + m * width + c, D::unorder(v));
-    }
+    for (int64_t c = 0; c < width; c += 2 * kLanes) unordered_pair<D>(x + m * p.k + c, p.k - c, packed + m * width + c);
   }
   bool enough_memory = true;
   const int64_t unit = along ? 1 : min(p.w.row_span, p.n);

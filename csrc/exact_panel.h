@@ -106,16 +106,18 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
               multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, b, tile_sums);
             });
             for (int64_t r = 0; r < rows; ++r) {
+              F sums[kTileVectors];
+              for (int i = 0; i < kTileVectors; ++i) sums[i] = load(tile_sums + r * kTileLanes + i * kLanes);
+              for (int i = 0; i < kTileVectors; i += 2) D::order(sums + i);
               for (int i = 0; i < kTileVectors; ++i) {
                 const int64_t n = column + i * kLanes;
                 if (n >= p.n) break;
                 float* out = y + (begin + r) * p.n + n;
-                F sum = D::order(load(tile_sums + r * kTileLanes + i * kLanes));
                 const int64_t count = p.n - n;
                 if (count >= kLanes) {
-                  store(out, slab == 0 ? sum : sum + load(out));
+                  store(out, slab == 0 ? sums[i] : sums[i] + load(out));
                 } else {
-                  store(out, slab == 0 ? sum : sum + load(out, count), count);
+                  store(out, slab == 0 ? sums[i] : sums[i] + load(out, count), count);
                 }
               }
             }
@@ -143,13 +145,10 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
     const int64_t slab = i * kDepth, steps = min(kDepth, depth - slab);
     for (int64_t m = 0; m < width; ++m) {
       float* out = packed + slab * width + m / kTile * (steps * kTile) + m % kTile;
-      for (int64_t k = 0; k < steps; k += kLanes) {
-        float v[kLanes] = {};
-        if (m < p.m && slab + k < p.k) {
-          const float* from = x + m * p.k + slab + k;
-          store(v, D::unorder(load(from, min(kLanes, p.k - slab - k))));
-        }
-        for (int lane = 0; lane < kLanes; ++lane) out[(k + lane) * kTile] = v[lane];
+      for (int64_t k = 0; k < steps; k += 2 * kLanes) {
+        float v[2 * kLanes] = {};
+        if (m < p.m) unordered_pair<D>(x + m * p.k + slab + k, p.k - slab - k, v);
+        for (int lane = 0; lane < 2 * kLanes; ++lane) out[(k + lane) * kTile] = v[lane];
       }
     }
   });

@@ -36,65 +36,95 @@ struct Sums {
   bool first, last;
 };
 
+// Vectors of columns whose sums are in registers at a time. With many rows of x they are half a line, whose other half
+// is decoded again.
+template <int kM>
+constexpr int kStreamVectors = kM * kVectors < kRegisters ? kVectors : kVectors / 2;
+
+// The stored rows of a group, from some column on, and what they are multiplied by. If kTables is not 0, every other
+// row has its factor in a table, and needs only an addition.
+template <typename D, int kTables>
+struct StreamRows {
+  const D& decoder;
+  const NibbleVectors<false>* tables;
+  const uint8_t* bytes;
+  int64_t row_bytes, count;
+  const float* factor;
+  int64_t row_step, m_step;
+
+  LOWBIT_INLINE bool is_table(int64_t row) const { return kTables > 0 && row % 2 == 1; }
+  LOWBIT_INLINE void decode(int64_t row, F v[kVectors]) const {
+    const uint8_t* from = bytes + row * row_bytes;
+    is_table(row) ? tables[row / 2].decode(from, v) : decoder.decode(from, v);
+  }
+};
+
+// sums += factor * levels of the vectors of a line from kFrom on
+template <int kM, bool kAlong, int kRows, int kFrom, typename D, int kTables>
+LOWBIT_INLINE void add_vectors(const StreamRows<D, kTables>& rows, const Sums& to, int64_t line) {
+  constexpr int kCount = kStreamVectors<kM>;
+  const int64_t count = kRows > 0 ? kRows : rows.count, column = line * kLine + kFrom * kLanes;
+  F acc[kM][kCount];
+  for (int m = 0; m < kM; ++m) {
+    const float* partial = to.partial + m * to.width + column;
+    for (int i = 0; i < kCount; ++i) acc[m][i] = to.first ? zero() : load(partial + i * kLanes);
+  }
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r) {
+    F v[kVectors];
+    rows.decode(r, v);
+    for (int m = 0; m < kM; ++m) {
+      const F f = broadcast(rows.factor[m * rows.m_step + r * rows.row_step]);
+      for (int i = 0; i < kCount; ++i) {
+        acc[m][i] = rows.is_table(r) ? acc[m][i] + v[kFrom + i] : fma(v[kFrom + i], f, acc[m][i]);
+      }
+    }
+  }
+  for (int m = 0; m < kM; ++m) {
+    float* partial = to.partial + m * to.width + column;
+    float* sums = to.sums + m * to.width + column;
+    if (!to.last) {
+      for (int i = 0; i < kCount; ++i) store(partial + i * kLanes, acc[m][i]);
+      continue;
+    }
+    for (int i = 0; i < kCount; i += 2) D::order(acc[m] + i);
+    for (int i = 0; i < kCount; ++i) {
+      const F sum = load(sums + i * kLanes);
+      const F scale = kAlong ? load(to.scales + column + i * kLanes) : zero();
+      store(sums + i * kLanes, kAlong ? fma(acc[m][i], scale, sum) : acc[m][i] + sum);
+    }
+  }
+}
+
 // sums += factor * levels of `rows` stored rows, in whole lines. kRows is their number if it is a constant, else 0.
 // Not inlined, so that the tables of this loop stay in registers.
 template <int kM, bool kAlong, int kRows, typename D>
 __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, int64_t row_bytes, int64_t any_rows,
                                         int64_t lines, const Factors& factors, const Sums& where) {
+  constexpr int kTables = D::kTimes && kM == 1 && kAlong && kRows > 0 ? kRows / 2 : 0;
   const Sums to = where;  // a copy that the stores below cannot alias
-  const int64_t rows = kRows > 0 ? kRows : any_rows;
-  const int64_t row_step = kAlong ? 1 : factors.row_step, m_step = factors.m_step;
-  const float* factor = factors.at;
-  int64_t in_block = 0;
-  // Every other row may have its factor in the decoder's tables, and needs only an addition.
-  constexpr bool kTimes = D::kTimes && kM == 1 && kAlong && kRows > 0;
-  constexpr int kTables = kTimes ? kRows / 2 : 1;
-  NibbleVectors<false> tables[kTables];
-  if constexpr (kTimes) {
-    for (int i = 0; i < kTables; ++i) tables[i] = decoder.times(factor[2 * i + 1]);
+  const int64_t count = kRows > 0 ? kRows : any_rows;
+  NibbleVectors<false> tables[kTables + 1];
+  if constexpr (kTables > 0) {
+    for (int i = 0; i < kTables; ++i) tables[i] = decoder.times(factors.at[2 * i + 1]);
   }
+  StreamRows<D, kTables> rows{decoder,       tables, bytes, row_bytes, count, factors.at, kAlong ? 1 : factors.row_step,
+                              factors.m_step};
+  int64_t in_block = 0;
   for (int64_t line = 0; line < lines; ++line) {
     const int64_t offset = line * kLineBytes<D>;
+    rows.bytes = bytes + offset;
     if (offset % 64 < kLineBytes<D>) {
       // The same offset in the next group, or a little ahead in this one.
-      int64_t ahead = kM == 1 ? rows * row_bytes : 256;
-      if (kM > 1 && offset + ahead >= row_bytes) ahead += (rows - 1) * row_bytes;
-      for (int64_t r = 0; r < rows; ++r) prefetch(bytes + r * row_bytes + offset + ahead);
+      int64_t ahead = kM == 1 ? count * row_bytes : 256;
+      if (kM > 1 && offset + ahead >= row_bytes) ahead += (count - 1) * row_bytes;
+      for (int64_t r = 0; r < count; ++r) prefetch(rows.bytes + r * row_bytes + ahead);
     }
-    F acc[kM][kVectors];
-    for (int m = 0; m < kM; ++m) {
-      const float* partial = to.partial + m * to.width + line * kLine;
-      for (int i = 0; i < kVectors; ++i) acc[m][i] = to.first ? zero() : load(partial + i * kLanes);
-    }
-#pragma GCC unroll 8
-    for (int64_t r = 0; r < rows; ++r) {
-      F v[kVectors];
-      if (kTimes && r % 2 == 1) {
-        tables[r / 2].decode(bytes + r * row_bytes + offset, v);
-        for (int i = 0; i < kVectors; ++i) acc[0][i] += v[i];
-        continue;
-      }
-      decoder.decode(bytes + r * row_bytes + offset, v);
-      for (int m = 0; m < kM; ++m) {
-        const F f = broadcast(factor[m * m_step + r * row_step]);
-        for (int i = 0; i < kVectors; ++i) acc[m][i] = fma(v[i], f, acc[m][i]);
-      }
-    }
-    for (int m = 0; m < kM; ++m) {
-      float* partial = to.partial + m * to.width + line * kLine;
-      float* sums = to.sums + m * to.width + line * kLine;
-      if (!to.last) {
-        for (int i = 0; i < kVectors; ++i) store(partial + i * kLanes, acc[m][i]);
-        continue;
-      }
-      for (int i = 0; i < kVectors; ++i) {
-        const F sum = load(sums + i * kLanes), added = D::order(acc[m][i]);
-        store(sums + i * kLanes, kAlong ? fma(added, load(to.scales + line * kLine + i * kLanes), sum) : added + sum);
-      }
-    }
+    add_vectors<kM, kAlong, kRows, 0>(rows, to, line);
+    if constexpr (kStreamVectors<kM> < kVectors) add_vectors<kM, kAlong, kRows, kStreamVectors<kM>>(rows, to, line);
     if (!kAlong && ++in_block == factors.block_lines) {
       in_block = 0;
-      ++factor;
+      ++rows.factor;
     }
   }
 }
@@ -106,7 +136,8 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
                  float* partial, float* scaled, uint8_t* codes) {
   constexpr int64_t kGroup = kGroupRows<kM>;
   const int64_t columns = w.w.columns, row_bytes = w.w.row_bytes, blocks = w.w.scale_cols;
-  const int64_t lines = columns / kLine, rest = columns % kLine, width = round_up(columns, kLine);
+  const int64_t lines = columns / kLine, rest = columns % kLine;
+  const int64_t width = sums_width(kM, round_up(columns, kLine));
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = kAlong ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
@@ -127,6 +158,7 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
         }
         factors = {scaled, blocks, kGroup * blocks, ceil_div(w.w.col_span, kLine)};
       }
+      if (kAlong) w.prefetch_scales(block / w.w.row_span + 1, row - block, row - block + rows, w.w.row_span);
       const uint8_t* bytes = w.rows<D>(row, rows, codes);
       if (rows == kGroup) {
         add_rows<kM, kAlong, kGroup>(decoder, bytes, row_bytes, rows, lines, factors, to);
@@ -220,12 +252,14 @@ void stream_tables(const D& decoder, const Matrix& w, const float* x, int64_t be
       }
     }
     const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, scale_row) : nullptr;
-    for (int64_t at = 0; at < width; at += kLanes) {
-      float plane[kLanes];
-      store(plane, NibbleVectors<false>::order(load(partial + at)));
+    for (int64_t at = 0; at < width; at += 2 * kLanes) {
+      F pair[2] = {load(partial + at), load(partial + at + kLanes)};
+      NibbleVectors<false>::order(pair);
+      float plane[2 * kLanes];
+      for (int i = 0; i < 2; ++i) store(plane + i * kLanes, pair[i]);
       const int64_t in_chunk = at % N::kChunk, i = in_chunk / N::kPlane, j = in_chunk % N::kPlane;
       const int64_t column = at - in_chunk + D::kTableRows * j + D::kPlaneColumn[i];
-      for (int lane = 0; lane < kLanes; ++lane) {
+      for (int lane = 0; lane < 2 * kLanes; ++lane) {
         const int64_t c = column + D::kTableRows * lane;
         if (c < columns) sums[c] += along ? plane[lane] * scales[c] : plane[lane];
       }
@@ -237,7 +271,7 @@ void stream_tables(const D& decoder, const Matrix& w, const float* x, int64_t be
 template <typename D>
 bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                    const Parallel& parallel) {
-  const int64_t width = round_up(p.n, kLine);
+  const int64_t width = sums_width(p.m, round_up(p.n, kLine));
   // Each share of the rows has its own sums. Shares end at block boundaries, if there are enough blocks.
   const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : 64;
   const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n * p.m));

@@ -1,4 +1,4 @@
-// Products with one row of x in int8. No weight is reused, so weights are decoded in registers, without a panel.
+// Products with few rows of x in int8. Weights are hardly reused, so they are decoded in registers, without a panel.
 #ifndef LOWBIT_FAST_ROW_H_
 #define LOWBIT_FAST_ROW_H_
 
@@ -10,19 +10,37 @@ namespace lowbit::LOWBIT_ISA {
 
 constexpr int64_t kFastGroup = 8;  // stored rows read in parallel
 
+// With several rows of x, strips of so many bytes of so many rows are read at a time: their sums stay in L1.
+constexpr int64_t kFewStrip = 256, kFewDepth = 64;
+
 template <typename D>
-bool one_row_fits(const Matmul& p, const FastTiling& tiling) {
-  return p.m == 1 && (!p.contract_last || !tiling.blocked || tiling.block % (kBytes * D::kPerByte) == 0);
+bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
+  if (!p.contract_last) return p.m <= kFewRows;
+  return p.m == 1 && (!tiling.blocked || tiling.block % (kBytes * D::kPerByte) == 0);
 }
 
-// Where the sums of a block of rows are accumulated, in the order of a panel's columns: in `partial`. The last group of
-// rows adds them to `sums`, times the scale of x and, if there are any, those of the columns.
+// x in int8: its rows, and their seeds and scales [block][m].
+struct FewRows {
+  const int8_t* q;
+  int64_t step;  // between rows
+  const int32_t* seeds;
+  const float* scales;
+};
+
+// Where the sums of a block of rows are accumulated, in the order of a panel's columns: in `partial` (m, width). The
+// last group of rows adds them to `sums` (m, width), times the scales of the rows of x and, if there are any, those of
+// the columns.
 struct FastSums {
   int32_t* partial;
   float* sums;
+  int64_t width;
   const float* scales;
-  float x_scale;
-  int32_t seed;
+  const float* x_scales;
+  const int32_t* seeds;
+
+  FastSums from(int64_t at) const {
+    return {partial + at, sums + at, width, scales == nullptr ? nullptr : scales + at, x_scales, seeds};
+  }
 };
 
 // Whether levels include their offset in the products; then sums start at minus its contribution.
@@ -53,29 +71,34 @@ LOWBIT_INLINE void add_two(const D& decoder, I& sum, Bytes a, I xa, Bytes b, I x
   add_code<i>(decoder, sum, b, xb);
 }
 
-template <bool kFirst, bool kLast, int i = 0, typename D>
-LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, I xa, I xb, const FastSums& to, int64_t at) {
+template <int kM, bool kFirst, bool kLast, int i = 0, typename D>
+LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, const int8_t* q, const FastSums& to, int64_t at) {
   if constexpr (i < D::kPerByte) {
-    I sum = kFirst ? I{} + to.seed : load_as<I>(to.partial + at);
-    add_two<i>(decoder, sum, a, xa, b, xb);
-    if (kLast) {
-      F scale = broadcast(to.x_scale);
-      if (to.scales != nullptr) scale *= load(to.scales + at);
-      store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
-    } else {
-      store_as(to.partial + at, sum);
+    for (int m = 0; m < kM; ++m, at += to.width, q += kFastGroup) {
+      I sum = kFirst ? splat(to.seeds + m) : load_as<I>(to.partial + at);
+      add_two<i>(decoder, sum, a, splat(q), b, splat(q + 4));
+      if (kLast) {
+        F scale = broadcast(to.x_scales[m]);
+        if (to.scales != nullptr) scale *= load(to.scales + at - m * to.width);
+        store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
+      } else {
+        store_as(to.partial + at, sum);
+      }
     }
-    add_codes<kFirst, kLast, i + 1>(decoder, a, b, xa, xb, to, at + kLanes);
+    at -= kM * to.width;
+    add_codes<kM, kFirst, kLast, i + 1>(decoder, a, b, q - kM * kFastGroup, to, at + kLanes);
   }
 }
 
-// Adds kFastGroup stored rows times q, kBytes of each row at a time. The last rows may be repeated, with q = 0.
-template <bool kFirst, bool kLast, typename D>
+// Adds kFastGroup stored rows times q (kM, kFastGroup), kBytes of each row at a time. The last rows may be repeated,
+// with q = 0.
+template <int kM, bool kFirst, bool kLast, typename D>
 __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[kFastGroup], int64_t parts,
-                                             int64_t ahead, const int8_t* q, const FastSums& where) {
+                                             int64_t ahead, const int8_t* from, const FastSums& where) {
   const D decoder = shared;
-  const FastSums to = where;  // a copy that the stores cannot alias
-  const I xa = splat(q), xb = splat(q + 4);
+  const FastSums to = where;  // copies that the stores cannot alias
+  int8_t q[kM * kFastGroup];
+  memcpy(q, from, sizeof(q));
   for (int64_t part = 0; part < parts; ++part) {
     Bytes v[kFastGroup];
     for (int r = 0; r < kFastGroup; ++r) {
@@ -85,55 +108,76 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
     interleave_rows(v);
     interleave_rows(v + 4);
     for (int j = 0; j < 4; ++j) {
-      add_codes<kFirst, kLast>(decoder, v[j], v[4 + j], xa, xb, to, (part * 4 + j) * kLanes * D::kPerByte);
+      add_codes<kM, kFirst, kLast>(decoder, v[j], v[4 + j], q, to, (part * 4 + j) * kLanes * D::kPerByte);
     }
   }
 }
 
-// sums = q times the stored rows [begin, end)
-template <typename D>
-bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, const int8_t* q, const float* x_scales,
-                 int64_t begin, int64_t end, float* sums) {
+// Up to kFastGroup stored rows from some byte on, and x for them.
+template <int kM>
+struct FastGroup {
+  const uint8_t* rows[kFastGroup];
+  int8_t q[kM][kFastGroup] = {};  // zeros for missing rows
+
+  FastGroup(const FewRows& x, int64_t row, int64_t count, const uint8_t* first, int64_t row_bytes) {
+    for (int m = 0; m < kM; ++m) memcpy(q[m], x.q + m * x.step + row, static_cast<size_t>(count));
+    for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
+  }
+
+  template <typename D>
+  void add(const D& decoder, int64_t bytes, int64_t ahead, bool first, bool last, const FastSums& to) {
+    auto run = last ? add_fast_rows<kM, false, true, D> : add_fast_rows<kM, false, false, D>;
+    if (first) run = last ? add_fast_rows<kM, true, true, D> : add_fast_rows<kM, true, false, D>;
+    const int64_t parts = bytes / kBytes, rest = bytes % kBytes;
+    run(decoder, rows, parts, ahead, q[0], to);
+    if (rest == 0) return;
+    // The last bytes of the rows, copied so that kBytes can be read.
+    uint8_t ends[kFastGroup][kBytes] = {};
+    for (int64_t r = 0; r < kFastGroup; ++r) {
+      memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
+      rows[r] = ends[r];
+    }
+    run(decoder, rows, 1, 0, q[0], to.from(parts * kBytes * D::kPerByte));
+  }
+};
+
+// sums (kM, width) = x times the stored rows [begin, end)
+template <int kM, typename D>
+bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, const FewRows& x, int64_t begin,
+                 int64_t end, float* sums) {
   constexpr int64_t kColumns = kTileBytes * D::kPerByte;
-  const int64_t row_bytes = w.w.row_bytes, parts = row_bytes / kBytes, rest = row_bytes % kBytes;
-  const int64_t tiles = ceil_div(row_bytes, kTileBytes), width = tiles * kColumns;
-  int32_t* partial = buffer<int32_t>(Scratch::task_panel, width);
+  const int64_t row_bytes = w.w.row_bytes, tiles = ceil_div(row_bytes, kTileBytes);
+  const int64_t width = sums_width(kM, tiles * kColumns);
+  int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
   float* scales = buffer<float>(Scratch::task_scales, width);
   uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup * row_bytes : 1);
   if (partial == nullptr || scales == nullptr || codes == nullptr) return false;
-  memset(sums, 0, static_cast<size_t>(width) * 4);
+  memset(sums, 0, static_cast<size_t>(kM * width) * 4);
+  const bool whole = kM == 1 || w.joined();
+  const int64_t depth = whole ? kFastGroup : kFewDepth, strip = whole ? row_bytes : kFewStrip;
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = min(end, (block / tiling.block + 1) * tiling.block);
-    FastSums to = {partial, sums, nullptr, x_scales[block / tiling.block], 0};
+    int32_t seeds[kM] = {};
+    FastSums to = {partial, sums, width, nullptr, x.scales + block / tiling.block * kM, seeds};
     if (tiling.blocked) {
       for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, false, block, t, scales + t * kColumns);
       to.scales = scales;
     }
-    if (kSeeded<D>) {
-      for (int64_t r = block; r < block_end; ++r) to.seed -= decoder.offset() * q[r];
+    for (int m = 0; kSeeded<D> && m < kM; ++m) {
+      for (int64_t r = block; r < block_end; ++r) seeds[m] -= decoder.offset() * x.q[m * x.step + r];
     }
-    for (int64_t row = block; row < block_end; row += kFastGroup) {
-      const int64_t count = min(kFastGroup, block_end - row);
-      int8_t group[kFastGroup] = {};  // zeros for missing rows
-      memcpy(group, q + row, static_cast<size_t>(count));
-      const uint8_t *rows[kFastGroup], *first = w.rows<D>(row, count, codes);
-      for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
-      const auto add = [&](int64_t count_of_parts, int64_t ahead, const FastSums& sums_of_parts) {
-        const bool last = row + count == block_end;
-        auto run = last ? add_fast_rows<false, true, D> : add_fast_rows<false, false, D>;
-        if (row == block) run = last ? add_fast_rows<true, true, D> : add_fast_rows<true, false, D>;
-        run(decoder, rows, count_of_parts, ahead, group, sums_of_parts);
-      };
-      add(parts, 2 * kFastGroup * row_bytes, to);
-      if (rest > 0) {
-        // The last bytes of the rows, copied so that kBytes can be read.
-        uint8_t ends[kFastGroup][kBytes] = {};
-        for (int64_t r = 0; r < kFastGroup; ++r) {
-          memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
-          rows[r] = ends[r];
+    for (int64_t row = block; row < block_end; row += depth) {
+      const int64_t rows_end = min(row + depth, block_end);
+      if (tiling.blocked) w.prefetch_scales(block / w.w.row_span + 1, row - block, rows_end - block, w.w.row_span);
+      for (int64_t byte = 0; byte < row_bytes; byte += strip) {
+        const int64_t bytes = min(strip, row_bytes - byte);
+        int64_t ahead = 2 * kFastGroup * row_bytes;
+        if (!whole) ahead = byte + strip < row_bytes ? strip : depth * row_bytes - byte;
+        for (int64_t at = row; at < rows_end; at += kFastGroup) {
+          const int64_t count = min(kFastGroup, rows_end - at);
+          FastGroup<kM> group(x, at, count, w.rows<D>(at, count, codes) + byte, row_bytes);
+          group.add(decoder, bytes, ahead, at == block, at + count == block_end, to.from(byte * D::kPerByte));
         }
-        const int64_t at = parts * kBytes * D::kPerByte;
-        add(1, 0, {partial + at, sums + at, to.scales == nullptr ? nullptr : scales + at, to.x_scale, to.seed});
       }
     }
     block = block_end;
@@ -142,30 +186,33 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
 }
 
 template <typename D>
-bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const int8_t* q,
-                const float* x_scales, float* y, const Parallel& parallel) {
+bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FewRows& x,
+                float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte;
-  const int64_t width = tiling.tiles * tiling.columns, unit = tiling.blocked ? tiling.block : 64;
+  const int64_t width = sums_width(p.m, tiling.tiles * tiling.columns), size = p.m * width,
+                unit = tiling.blocked ? tiling.block : 64;
   const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n));
-  float* sums = buffer<float>(Scratch::call_sums, shares.count * width + p.n);
+  float* sums = buffer<float>(Scratch::call_sums, shares.count * size + p.n);
   if (sums == nullptr) return false;
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
     const int64_t begin = shares.begins[t] * unit, end = min(p.k, shares.begins[t + 1] * unit);
-    if (!fast_stream(decoder, tiling, w, q, x_scales, begin, end, sums + t * width)) {
+    with_constant<kFewRows>(p.m, [&](auto m) {
+      if (fast_stream<m.value>(decoder, tiling, w, x, begin, end, sums + t * size)) return;
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
-    }
+    });
   });
   if (!enough_memory) return false;
-  float* held = sums + shares.count * width;
+  float* held = sums + shares.count * size;
   const float* scales = tiling.blocked ? nullptr : w.scales(0, 0, p.n, held);
-  for (int64_t at = 0; at < width; at += kLanes) {
+  for (int64_t at = 0; at < size; at += kLanes) {
     F total = load(sums + at);
-    for (int64_t t = 1; t < shares.count; ++t) total += load(sums + t * width + at);
-    const int64_t column = at / (kLanes * kPer) * (kLanes * kPer) + at / kLanes % kPer;
+    for (int64_t t = 1; t < shares.count; ++t) total += load(sums + t * size + at);
+    const int64_t m = at / width, in_row = at % width;
+    const int64_t column = in_row / (kLanes * kPer) * (kLanes * kPer) + in_row / kLanes % kPer;
     for (int64_t i = 0; i < kLanes && column + i * kPer < p.n; ++i) {
       const int64_t n = column + i * kPer;
-      y[n] = scales == nullptr ? total[i] : total[i] * scales[n];
+      y[m * p.n + n] = scales == nullptr ? total[i] : total[i] * scales[n];
     }
   }
   return true;
@@ -220,37 +267,40 @@ __attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tili
 }
 
 template <typename D>
-bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const int8_t* q,
-               const int32_t* seeds, const float* x_scales, float* y, const Parallel& parallel) {
+bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FewRows& row,
+               float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte, kCodes = kBytes * kPer;
   const int64_t padded = round_up(p.k, kCodes);
   int8_t* x = buffer<int8_t>(Scratch::call_sums, padded);
   if (x == nullptr) return false;
   memset(x, 0, static_cast<size_t>(padded));
-  for (int64_t k = 0; k < p.k; ++k) x[k / kCodes * kCodes + k % kPer * kBytes + k % kCodes / kPer] = q[k];
+  for (int64_t k = 0; k < p.k; ++k) x[k / kCodes * kCodes + k % kPer * kBytes + k % kCodes / kPer] = row.q[k];
   const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.k));
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
     float* scaled = buffer<float>(Scratch::task_scales, tiling.blocks + p.w.scale_cols);
     uint8_t* joined = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
     if (scaled == nullptr || joined == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
-    fast_dots(decoder, tiling, w, x, seeds, x_scales, shares.begins[t], shares.begins[t + 1], scaled, joined, y);
+    fast_dots(decoder, tiling, w, x, row.seeds, row.scales, shares.begins[t], shares.begins[t + 1], scaled, joined, y);
   });
   return enough_memory;
 }
 
 template <typename D>
-bool matmul_one_row(const D& decoder, const Matmul& p, const FastTiling& tiling, const Parallel& parallel) {
+bool matmul_few_rows(const D& decoder, const Matmul& p, const FastTiling& tiling, const Parallel& parallel) {
   return each_product(p, parallel, [&](int64_t layer, const float* x, float* y, const Parallel& inner) {
-    const int64_t padded = tiling.slabs * tiling.slab;
-    float* x_scales = buffer<float>(Scratch::call_pack, tiling.blocks * 2 + ceil_div(padded, 4));
-    if (x_scales == nullptr) return false;
-    int32_t* seeds = reinterpret_cast<int32_t*>(x_scales + tiling.blocks);
-    int8_t* q = reinterpret_cast<int8_t*>(seeds + tiling.blocks);
-    quantize_row(decoder, tiling, x, p.k, 0, 1, q, seeds, x_scales);
+    const int64_t padded = tiling.slabs * tiling.slab, blocks = p.m * tiling.blocks;
+    float* scales = buffer<float>(Scratch::call_pack, blocks * 2 + ceil_div(p.m * padded, 4));
+    if (scales == nullptr) return false;
+    int32_t* seeds = reinterpret_cast<int32_t*>(scales + blocks);
+    int8_t* q = reinterpret_cast<int8_t*>(seeds + blocks);
+    for (int64_t m = 0; m < p.m; ++m) {
+      quantize_row(decoder, tiling, x + m * p.k, p.k, m, p.m, q + m * padded, seeds, scales);
+    }
     const Matrix w(p.w, layer);
-    return p.contract_last ? fast_last(decoder, p, tiling, w, q, seeds, x_scales, y, inner)
-                           : fast_first(decoder, p, tiling, w, q, x_scales, y, inner);
+    const FewRows rows{q, padded, seeds, scales};
+    return p.contract_last ? fast_last(decoder, p, tiling, w, rows, y, inner)
+                           : fast_first(decoder, p, tiling, w, rows, y, inner);
   });
 }
 

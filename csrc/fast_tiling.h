@@ -9,13 +9,15 @@ namespace lowbit::LOWBIT_ISA {
 constexpr int64_t kWholeRow = 65536;  // 128 * 127 * kWholeRow < 2^31
 constexpr int64_t kTileBytes = 64;    // of each stored row in a tile of columns: a cache line
 
-// The register tile, and the bytes that four values of x take.
+// The register tile, the bytes that four values of x take, and the number of rows of x that need no panel.
 #if defined(LOWBIT_AVX512)
 constexpr int kFastVectors = 4;
+constexpr int kFewRows = 1;
 constexpr int fast_rows(bool) { return 6; }
 constexpr int x_bytes(bool) { return 4; }
 #elif defined(LOWBIT_AVX2)
 constexpr int kFastVectors = 2;
+constexpr int kFewRows = 4;
 constexpr int fast_rows(bool small) { return small ? 6 : 4; }
 constexpr int x_bytes(bool small) { return small ? 4 : 8; }
 #else

@@ -48,6 +48,10 @@ struct Shares {
   }
 };
 
+// The step between the sums of several rows of x. Loads wait for stores whose addresses have the same last 12 bits, and
+// L1 holds few lines that are a power of two apart.
+LOWBIT_INLINE int64_t sums_width(int64_t rows, int64_t columns) { return columns + (rows > 1 ? 144 : 0); }
+
 template <typename D>
 constexpr int kLineBytes = kLine / D::kPerByte;
 
@@ -72,7 +76,8 @@ LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t colum
       memcpy(held, scales, static_cast<size_t>(columns) * 4);
       scales = held;
     }
-    for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(scales + i * kLanes));
+    for (int i = 0; i < kVectors; ++i) s[i] = load(scales + i * kLanes);
+    for (int i = 0; i < kVectors; i += 2) D::unorder(s + i);
     return;
   }
   const int64_t from = column / span, to = (column + columns - 1) / span;
@@ -83,7 +88,20 @@ LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t colum
   }
   float spread[kLine] = {};
   for (int64_t i = 0; i < columns; ++i) spread[i] = scales[(column + i) / span - from];
-  for (int i = 0; i < kVectors; ++i) s[i] = D::unorder(load(spread + i * kLanes));
+  for (int i = 0; i < kVectors; ++i) s[i] = load(spread + i * kLanes);
+  for (int i = 0; i < kVectors; i += 2) D::unorder(s + i);
+}
+
+// out = two vectors of x in the decoder's order; zeros from `count` on
+template <typename D>
+LOWBIT_INLINE void unordered_pair(const float* x, int64_t count, float* out) {
+  F v[2];
+  for (int i = 0; i < 2; ++i) {
+    const int64_t left = count - i * kLanes;
+    v[i] = left >= kLanes ? load(x + i * kLanes) : left > 0 ? load(x + i * kLanes, left) : zero();
+  }
+  D::unorder(v);
+  for (int i = 0; i < 2; ++i) store(out + i * kLanes, v[i]);
 }
 
 // Calls multiply(layer, x, y, parallel) for each matrix of the batch, with x and y in float32.

@@ -146,6 +146,17 @@ struct Matrix {
     return *scales(row, col, 1, &value);
   }
 
+  // Prefetches the share [begin, end) / of of a row of stored scales, if there is such a row.
+  LOWBIT_INLINE void prefetch_scales(int64_t row, int64_t begin, int64_t end, int64_t of) const {
+    if (row >= w.scale_rows) return;
+    const int64_t size = w.scale_type == ScaleType::f32                                      ? 4
+                         : w.scale_type == ScaleType::f16 || w.scale_type == ScaleType::bf16 ? 2
+                                                                                             : 1;
+    const int64_t bytes = w.scale_cols * size;
+    const char* from = static_cast<const char*>(w.scales) + (scale_layer * w.scale_rows + row) * bytes;
+    for (int64_t at = bytes * begin / of; at < bytes * end / of; at += 64) prefetch(from + at);
+  }
+
   void decode_scales(int64_t matrix, int64_t row, int64_t col, int64_t count, float* out) const;
 };
 

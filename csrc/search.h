@@ -16,8 +16,8 @@ LOWBIT_INLINE F reciprocal(F x) {
 
 // ---- The nearest level
 //
-//   code(x)                   the code of the nearest level
-//   levels(x, inverse, out)   the nearest levels of kChunk vectors, times `inverse`
+//   codes(x, inverse, out)    the codes of the levels nearest to kChunk vectors, times `inverse`
+//   levels(x, inverse, out)   these levels
 
 constexpr int kChunk = 8;
 
@@ -30,7 +30,11 @@ struct NearestInteger {
 
   // The bounds are integers, so that clipping first gives the same.
   LOWBIT_INLINE F clipped(F x) const { return smaller(larger(x, low), high); }
-  LOWBIT_INLINE I code(F x) const { return round_to_int(clipped(x)) - round_to_int(low); }
+  LOWBIT_INLINE void codes(const float* x, F inverse, I out[kChunk]) const {
+    for (int i = 0; i < kChunk; ++i) {
+      out[i] = round_to_int(clipped(load(x + i * kLanes) * inverse)) - round_to_int(low);
+    }
+  }
   LOWBIT_INLINE void levels(const float* x, F inverse, F out[kChunk]) const {
     for (int i = 0; i < kChunk; ++i) out[i] = to_float(round_to_int(clipped(load(x + i * kLanes) * inverse)));
   }
@@ -58,6 +62,9 @@ struct NearestInTable {
     I code = -(x >= broadcast(step[0][0]));
     for (int s = 1; s < kBits; ++s) code = code + code - (x >= lookup(step[s], code));
     return code;
+  }
+  LOWBIT_INLINE void codes(const float* x, F inverse, I out[kChunk]) const {
+    for (int i = 0; i < kChunk; ++i) out[i] = code(load(x + i * kLanes) * inverse);
   }
   LOWBIT_INLINE void levels(const float* x, F inverse, F out[kChunk]) const {
     for (int i = 0; i < kChunk; ++i) {
@@ -116,11 +123,23 @@ struct NearestSmall : NearestInTable<kBits> {
     return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(from)));
   }
 
+  LOWBIT_INLINE void codes(const float* x, F inverse, I out[kChunk]) const {
+    for (int i = 0; i < kChunk; i += 4) {
+      __m256i wide[4];
+      widen(codes_of_four(x + i * kLanes, inverse + inverse), wide);
+      for (int j = 0; j < 4; ++j) out[i + j] = reinterpret_cast<I>(wide[j]);
+    }
+  }
   LOWBIT_INLINE void levels(const float* x, F inverse, F out[kChunk]) const {
-    for (int i = 0; i < kChunk; i += 4) four(x + i * kLanes, inverse + inverse, out + i);
+    for (int i = 0; i < kChunk; i += 4) {
+      __m256i wide[4];
+      widen(_mm256_shuffle_epi8(table(level_of), codes_of_four(x + i * kLanes, inverse + inverse)), wide);
+      for (int j = 0; j < 4; ++j) out[i + j] = _mm256_cvtepi32_ps(wide[j]);
+    }
   }
 
-  LOWBIT_INLINE void four(const float* x, F inverse, F out[4]) const {
+  // The codes of four vectors, as bytes in the order of `widen`.
+  LOWBIT_INLINE __m256i codes_of_four(const float* x, F inverse) const {
     __m256i halves[4];
     for (int i = 0; i < 4; ++i) {
       halves[i] = _mm256_cvtps_epi32(_mm256_floor_ps(load(x + i * kLanes) * inverse));
@@ -135,14 +154,17 @@ struct NearestSmall : NearestInTable<kBits> {
         _mm256_or_si256(_mm256_shuffle_epi8(table(code_above), cells), _mm256_shuffle_epi8(table(code_below), below));
     const __m256i change = _mm256_or_si256(_mm256_shuffle_epi8(table(change_above), cells),
                                            _mm256_shuffle_epi8(table(change_below), below));
-    const __m256i found = _mm256_sub_epi8(code, _mm256_cmpgt_epi8(steps, change));
-    const __m256i mixed = _mm256_shuffle_epi8(table(level_of), found);
-    const __m256i levels = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    const __m128i low = _mm256_castsi256_si128(levels), high = _mm256_extracti128_si256(levels, 1);
-    out[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low));
-    out[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(low, 8)));
-    out[2] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high));
-    out[3] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(high, 8)));
+    return _mm256_sub_epi8(code, _mm256_cmpgt_epi8(steps, change));
+  }
+
+  // Signed bytes, as two rounds of packing order them, to four vectors.
+  LOWBIT_INLINE static void widen(__m256i mixed, __m256i out[4]) {
+    const __m256i bytes = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    const __m128i low = _mm256_castsi256_si128(bytes), high = _mm256_extracti128_si256(bytes, 1);
+    out[0] = _mm256_cvtepi8_epi32(low);
+    out[1] = _mm256_cvtepi8_epi32(_mm_srli_si128(low, 8));
+    out[2] = _mm256_cvtepi8_epi32(high);
+    out[3] = _mm256_cvtepi8_epi32(_mm_srli_si128(high, 8));
   }
 };
 
@@ -284,7 +306,7 @@ LOWBIT_INLINE F unit_of(F size) {
 
 // ---- Blocks of an array
 
-constexpr int64_t kTaskLines = 16;  // rows or columns: whole bytes of codes, and a cache line of float32
+constexpr int64_t kTaskLines = 32;  // rows or columns: whole bytes of codes, and whole cache lines of float32
 
 // The elements [0, length) of the lines of a task, as vectors, kLanes lines after each other; zeros for lines that are
 // not there. Rows are often whole pages apart, so each is visited once.
@@ -292,7 +314,9 @@ inline void load_lines(const Search& p, int64_t layer, int64_t line, int64_t lin
   if (lines % kLanes != 0 || !p.along_rows) memset(out, 0, static_cast<size_t>(length * round_up(lines, kLanes)) * 4);
   for (int64_t i = 0; p.along_rows && i < length; ++i) {
     const int64_t at = (layer * p.rows + i) * p.columns + line;
-    prefetch(static_cast<const char*>(p.x) + (at + 8 * p.columns) * (p.x_type == Float::f32 ? 4 : 2));
+    const int64_t size = p.x_type == Float::f32 ? 4 : 2;
+    const char* ahead = static_cast<const char*>(p.x) + (at + 8 * p.columns) * size;
+    for (int64_t byte = 0; byte < lines * size; byte += 64) prefetch(ahead + byte);
     for (int64_t l = 0; l < lines; l += kLanes) {
       float* to = out + (l * length + i * kLanes);
       if (p.x_type == Float::f32 && l + kLanes <= lines) {
@@ -371,15 +395,16 @@ void search_lines(const Search& p, const N& nearest, const S& stored, F group_un
     }
     set_weights(p, t);
     const F scale = search_scale(p, nearest, stored, t, largest * inverse_unit), inverse = reciprocal(scale);
+    I found[kChunk] = {};
     for (int64_t i = 0; i < t.count; ++i) {
-      const I found = nearest.code(load(t.values + i * kLanes) * inverse);
+      if (i % kChunk == 0) nearest.codes(t.values + i * kLanes, inverse, found);
       if (codes == nullptr) {
         const int64_t row = layer * p.rows + begin + i;
-        pack_codes<2>(found, p.codes + row * p.low_bytes + line / 2);
+        pack_codes<2>(found[i % kChunk], p.codes + row * p.low_bytes + line / 2);
         continue;
       }
       uint8_t* out = codes + (begin + i) * element_step;
-      for (int64_t l = 0; l < lines; ++l) out[l * line_step] = static_cast<uint8_t>(found[l]);
+      for (int64_t l = 0; l < lines; ++l) out[l * line_step] = static_cast<uint8_t>(found[i % kChunk][l]);
     }
     const int64_t at = p.along_rows ? block * p.scale_cols + line : line * p.scale_cols + block;
     store_scales(p, stored, scale, unit, is_finite, layer * p.scale_rows * p.scale_cols + at, scale_step, lines);

@@ -22,6 +22,7 @@ namespace lowbit::LOWBIT_ISA {
 using F = __m512;
 constexpr int kLanes = 16;
 constexpr int kTileVectors = 4;  // of the register tile: 6 x 4 sums, 4 vectors, 1 broadcast in 32 registers
+constexpr int kRegisters = 32;
 constexpr int kStreamRows = 4;
 constexpr int kDotRows = 4;
 constexpr bool kLooksUp16 = true;  // in one instruction
@@ -53,6 +54,7 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
 using F = __m256;
 constexpr int kLanes = 8;
 constexpr int kTileVectors = 2;  // of the register tile: 6 x 2 sums, 2 vectors, 1 broadcast in 16 registers
+constexpr int kRegisters = 16;
 constexpr int kStreamRows = 4;
 constexpr int kDotRows = 4;
 constexpr bool kLooksUp16 = false;
@@ -90,6 +92,7 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
 using F = float __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 constexpr int kTileVectors = 2;
+constexpr int kRegisters = 16;
 constexpr int kStreamRows = 2;
 constexpr int kDotRows = 2;
 constexpr bool kLooksUp16 = false;

@@ -15,13 +15,14 @@ struct SmallFloats {
 #if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
   // 16 of them, as float16 that is too small by `unit`.
   LOWBIT_INLINE __m256i half_of_16(const uint8_t* codes) const {
-    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(wide, 7), 15);
-    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-    const __m256i is_nan = nan_code < 0
-                               ? _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(static_cast<short>(nan_from - 1)))
-                               : _mm256_cmpeq_epi16(wide, _mm256_set1_epi16(static_cast<short>(nan_code)));
-    const __m256i half = _mm256_or_si256(sign, _mm256_sll_epi16(magnitude, _mm_cvtsi32_si128(shift)));
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m256i magnitude = _mm256_set1_epi16(0x7f);
+    const __m256i is_nan = nan_code < 0 ? _mm256_cmpgt_epi16(_mm256_and_si256(wide, magnitude),
+                                                             _mm256_set1_epi16(static_cast<short>(nan_from - 1)))
+                                        : _mm256_cmpeq_epi16(wide, _mm256_set1_epi16(static_cast<int8_t>(nan_code)));
+    const __m128i places = _mm_cvtsi32_si128(shift);
+    const __m256i kept = _mm256_or_si256(_mm256_sll_epi16(magnitude, places), _mm256_set1_epi16(-0x8000));
+    const __m256i half = _mm256_and_si256(_mm256_sll_epi16(wide, places), kept);
     return _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
   }
 #endif

@@ -36,6 +36,7 @@ LOWBIT_INLINE void decode_row(const D& decoder, const Matrix& w, int64_t row, fl
       from = end;
     }
     decoder.decode(from, v);
+    for (int i = 0; i < kVectors; i += 2) D::order(v + i);
     if (shared && (c == 0 || c % span == 0)) {
       for (int i = 0; i < kLanes; ++i) factors[i] = scales[c / span];
     }
@@ -43,9 +44,9 @@ LOWBIT_INLINE void decode_row(const D& decoder, const Matrix& w, int64_t row, fl
       const int64_t lanes = min(kLanes, count - i * kLanes), at = c + i * kLanes;
       const float* scale = shared ? factors : scales + at;
       if (lanes == kLanes) {
-        use(at, D::order(v[i]) * load(scale), kLanes);
+        use(at, v[i] * load(scale), kLanes);
       } else {
-        use(at, D::order(v[i]) * load(scale, lanes), lanes);
+        use(at, v[i] * load(scale, lanes), lanes);
       }
     }
   }
