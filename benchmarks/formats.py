@@ -123,30 +123,44 @@ def own() -> dict[str, Encoder]:
 
 def llama_cpp() -> dict[str, Encoder]:
     """The types of llama.cpp, if it is installed."""
+    quantized = quantizer()
+    if quantized is None:
+        return {}
+    import gguf
+
+    def encoder(type: Any) -> Encoder:
+        def encode(w: np.ndarray) -> tuple[np.ndarray, int]:
+            out = quantized(w.reshape(-1, 256), type)
+            return gguf.quants.dequantize(out, type).reshape(w.shape), out.nbytes
+
+        return encode
+
+    return dict(_types(gguf, encoder))
+
+
+def quantizer() -> Callable[[np.ndarray, Any], np.ndarray] | None:
+    """A function that quantizes rows to a type by llama.cpp itself, to bytes; None if it is not installed."""
     spec = importlib.util.find_spec("xllamacpp")
     if spec is None or spec.origin is None or not importlib.util.find_spec("gguf"):
-        return {}
+        return None
     import gguf
 
     library = ctypes.CDLL(str(next(Path(spec.origin).parent.glob("*.so"))))
     chunk = library.ggml_quantize_chunk
     chunk.restype, pointer, wide = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
     chunk.argtypes = [ctypes.c_int, pointer, pointer, wide, wide, wide, pointer]
-    importance = np.ones(256, np.float32)
 
-    def encoder(type: Any) -> Encoder:
-        def encode(w: np.ndarray) -> tuple[np.ndarray, int]:
-            rows = np.ascontiguousarray(w.reshape(-1, 256))
-            per_block, size = gguf.GGML_QUANT_SIZES[type]
-            out = np.zeros((len(rows), 256 // per_block * size), np.uint8)
-            written = chunk(int(type), rows.ctypes.data, out.ctypes.data, 0, len(rows), 256, importance.ctypes.data)
-            if written != out.nbytes:
-                raise RuntimeError(f"llama.cpp wrote {written} bytes of {type.name}, not {out.nbytes}.")
-            return gguf.quants.dequantize(out, type).reshape(w.shape), written
+    def quantized(rows: np.ndarray, type: Any) -> np.ndarray:
+        rows = np.ascontiguousarray(rows, np.float32)
+        count, length = rows.shape
+        per_block, size = gguf.GGML_QUANT_SIZES[type]
+        out, importance = np.zeros((count, length // per_block * size), np.uint8), np.ones(length, np.float32)
+        written = chunk(int(type), rows.ctypes.data, out.ctypes.data, 0, count, length, importance.ctypes.data)
+        if written != out.nbytes:
+            raise RuntimeError(f"llama.cpp wrote {written} bytes of {type.name}, not {out.nbytes}.")
+        return out
 
-        return encode
-
-    return dict(_types(gguf, encoder))
+    return quantized
 
 
 def _types(gguf: Any, encoder: Callable[[Any], Encoder]) -> Iterator[tuple[str, Encoder]]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_helpers import checkpoint as checkpoint_of
 from helpers import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -127,6 +128,22 @@ def test_two_axes_of_layers_and_orders(tmp_path: Path) -> None:
         for j in range(3):
             want = tensors[f"{i}.experts.{j}"].astype(jnp.bfloat16)
             np.testing.assert_array_equal(got.materialize()[i, j], want.materialize().T)
+
+
+# One for each way of storing scales and offsets.
+STORED = "gptq_4 awq compressed_nvfp4 compressed_pack_3 fp8_block gpt_oss mlx_affine_4 torchao_int4_zero".split()
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stacks_of_the_arrays_of_checkpoints(tmp_path: Path, name: str) -> None:
+    weight = next(iter(checkpoint_of(name, tmp_path / "model")))
+    array = lowbit.load(tmp_path / "model")[weight]
+    assert lowbit.is_quantized(array)
+    *layers, out, width = array.shape
+    like, mapping = {"w": struct(2, *layers, width, out, dtype=array.dtype)}, {r"(\d)": (r"w[\1]", "T")}
+    got = lowbit.load(saved(tmp_path, {"0": array, "1": array}), like=like, mapping=mapping)["w"]
+    assert_same_bits(jax.tree.map(lambda component: component[1], got), array.mT)
+    np.testing.assert_array_equal(got.materialize()[1], np.swapaxes(array.materialize(), -1, -2))
 
 
 def test_the_shardings_of_like_are_applied(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ To = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
-        help="lowbit, bitsandbytes, safetensors or gguf. Default: gguf if DST ends in .gguf, else lowbit.",
+        help="lowbit, bitsandbytes, compressed-tensors, mlx, safetensors or gguf. Default: gguf if DST ends in .gguf, "
+        "else lowbit.",
     ),
 ]
 Type = Annotated[str, typer.Option(metavar="TYPE", help="Type of dense matrices in a GGUF file: F16 or Q8_0.")]
@@ -153,8 +154,10 @@ def quantize(
     repeated. Tensors that must be loaded whole are listed before the run. Other kinds of files are built in memory.
     """
     with plain_errors():
+        from lowbit.io._convert import default_format
+
         axes = None if axis is None else written.option("axis", axis)
-        format = format or ("nf4" if to == "bitsandbytes" else "q4")  # what the target holds
+        format = format or default_format(to)
         every = written.config(format, block_size=block_size, axis=axes, double_quant=double_quant or None)
         rules = [*map(written.rule, rule or ()), Rule("*", every)]
         options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from lowbit.config import QuantizationConfig, quantize
-from lowbit.formats import FORMATS, QuantizedArray
+from lowbit.formats import FORMATS, PermutedArray, QuantizedArray
 from lowbit.models.axes import axes_by_name
 from lowbit.models.patterns import Rules, naming, ordered_rules
 from lowbit.models.plan import Plan, plan
@@ -28,7 +28,7 @@ from ._compare import compared
 from ._directory import WEIGHTS, check_names, check_place, discard, finish, is_pending, staged
 from ._dtypes import DTYPES, dense_dtype
 from ._gguf_blocks import BLOCK_TYPES, type_of
-from .bitsandbytes import bitsandbytes_tensors, misfit, quantization_config
+from .checkpoints.writing import WRITERS, Facts, checkpoint_tensors
 from .container._layout import check_is_file
 from .gguf_writer import file_type, write_gguf
 from .readers import GGUFFile, HuggingFaceDir, LowbitDir, Reader, open_tensors
@@ -36,14 +36,18 @@ from .readers._base import check_method, decoded_types, is_stored
 from .readers.gguf import GGUFField, without_types
 from .streaming import Note, Progress, locked, staging_path, streamed
 
-# The kinds of files that can be written: lowbit files, NF4 as bitsandbytes saves it, dense safetensors, GGUF.
-TARGETS = ("lowbit", "bitsandbytes", "safetensors", "gguf")
-_HOLDS = {
-    "bitsandbytes": "a bitsandbytes file holds nf4 and dense tensors",
+# The kinds of files that can be written: lowbit files, those of other projects, dense safetensors, GGUF.
+TARGETS = ("lowbit", *WRITERS, "safetensors", "gguf")
+_HOLDS = {name: writer.holds for name, writer in WRITERS.items()} | {
     "safetensors": "a safetensors file of other libraries holds dense tensors",
     "gguf": f"a GGUF file holds dense tensors as F16 or Q8_0, and its own layouts ({', '.join(BLOCK_TYPES)})",
 }
 _GGUF_FORMATS = {name for kind, row in BLOCK_TYPES.items() for name in (kind, row.format)}
+
+
+def default_format(to: str | None) -> str:
+    """The format that weights are quantized to if none is given: one that the target holds."""
+    return WRITERS[to].default if to in WRITERS else "q4"
 
 
 def target_of(path: Path) -> str:
@@ -75,8 +79,8 @@ def plans_for(
     """The plan for each tensor of a file, and the patterns that matched none.
 
     A tensor that is stored in a lowbit format is kept, unless a pattern other than the default asks for another format,
-    or `requantize` lets the default do so. With `linear_only` embeddings are kept too, since bitsandbytes keeps them
-    dense.
+    or `requantize` lets the default do so. With `linear_only` embeddings are kept too, as the target keeps
+    them dense.
     """
     ordered = ordered_rules(rules)
     structs = {name: jax.ShapeDtypeStruct(source.shape(name), dense_dtype(source.type(name))) for name in source}
@@ -90,7 +94,7 @@ def plans_for(
         if is_stored(stored) and (config is None or not requantize or config.dtype == stored):
             found[name] = Plan(None, f"stored as {stored} already")
         elif linear_only and not is_stored(stored) and "embedding" in axes_by_name(name, struct.shape).how:
-            found[name] = Plan(None, "an embedding, which bitsandbytes keeps dense")
+            found[name] = Plan(None, "an embedding, which the target keeps dense")
     return found, unmatched
 
 
@@ -124,8 +128,8 @@ def convert(
 
     - `source`: a path, or a reader.
     - `rules`: which tensors to quantize, as for `quantize_tree`; none keeps the stored bits of all.
-    - `to`: `"lowbit"`, `"bitsandbytes"`, `"safetensors"` (dense) or `"gguf"`. Default: GGUF for a name that ends in
-      .gguf, else a lowbit file.
+    - `to`: `"lowbit"`, `"bitsandbytes"`, `"compressed-tensors"`, `"mlx"`, `"safetensors"` (dense) or `"gguf"`. Default:
+      GGUF for a name that ends in .gguf, else a lowbit file.
     - `type`: the type of dense matrices in a GGUF file, F16 or Q8_0. Tensors in a layout of GGUF keep their bits.
     - `requantize`: apply a format for all weights also to tensors that are stored in another one, and quantize again
       what bitsandbytes cannot store unchanged.
@@ -145,7 +149,8 @@ def convert(
     check_method(source)
     rules = ordered_rules(rules)
     layout = _Layout(to, checked_type(type) if to == "gguf" else "F16", requantize, dequantize)
-    plans, unmatched = plans_for(source, rules, strict=strict, linear_only=to == "bitsandbytes", requantize=requantize)
+    linear_only = to in WRITERS and WRITERS[to].linear_only
+    plans, unmatched = plans_for(source, rules, strict=strict, linear_only=linear_only, requantize=requantize)
     layout.check(source, target, plans)
     if decoded := decoded_types(source):
         note(decoded)
@@ -174,6 +179,11 @@ class _Layout:
 
     def check(self, source: Reader, target: Path, plans: dict[str, Plan]) -> None:
         """Raise if a tensor would have a format that the target cannot hold."""
+        if self.to in WRITERS and WRITERS[self.to].needs_config and not isinstance(source, HuggingFaceDir | LowbitDir):
+            raise ValueError(
+                f"{source.path} is a file, and {self.to} stores weights in a directory, with a config.json that says "
+                "how: convert a directory."
+            )
         if self.to == "lowbit" or self.dequantize:
             return
         refused: dict[str, list[str]] = {}
@@ -186,8 +196,13 @@ class _Layout:
             raise self.refusal(target, refused)
 
     def may_hold(self, format: str, shape: tuple[int, ...], config: QuantizationConfig | None) -> bool:
-        if self.to == "bitsandbytes":
-            return format == "nf4" or (is_stored(format) and (self.requantize or config is None))
+        if self.to in WRITERS:
+            writer = WRITERS[self.to]
+            if config is None:  # `holds` checks the array
+                return is_stored(format)
+            if writer.requantizes:
+                return format in writer.formats or self.requantize
+            return not writer.misfit(_quantized_like(shape, config))
         if self.to != "gguf" or format not in _GGUF_FORMATS:
             return False
         # Whether stored scales are those of GGUF depends on their numbers, which `holds` checks.
@@ -205,31 +220,36 @@ class _Layout:
     def arrays(self, target: Path, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Tensors as the target stores them: those that it cannot hold are dequantized, if that is allowed."""
         for name, array in tensors:
-            if isinstance(array, QuantizedArray) and not self.holds(array):
-                if self.to == "gguf" and not self.dequantize:
-                    raise self.refusal(target, {array.format_label or type(array).__name__: [name]})
-                if self.to != "gguf":  # its writer dequantizes and rounds once
+            permuted = isinstance(array, PermutedArray)
+            if permuted or (isinstance(array, QuantizedArray) and not self.holds(array)):
+                if (permuted or self.to == "gguf") and not self.dequantize:
+                    label = f"{array.array.format_label} in activation order" if permuted else array.format_label
+                    raise self.refusal(target, {label or type(array).__name__: [name]})
+                if permuted or self.to != "gguf":  # its writer dequantizes and rounds once
                     array = np.asarray(array.materialize())
             yield name, array
 
     def holds(self, array: QuantizedArray) -> bool:
-        if self.to == "bitsandbytes":
-            return self.requantize or not self.dequantize or not misfit(array)
+        if self.to in WRITERS:
+            writer = WRITERS[self.to]
+            return (self.requantize and writer.requantizes) or not self.dequantize or not writer.misfit(array)
         return self.to == "gguf" and type_of(array) is not None
 
-    def write(self, path: Path, arrays: Iterable[tuple[str, Any]]) -> set[str]:
-        """Write tensors as safetensors that other libraries read; returns their names in the file."""
+    def write(self, path: Path, arrays: Iterable[tuple[str, Any]]) -> dict[str, Facts]:
+        """Write tensors as safetensors that other libraries read; returns what the config says of quantized ones."""
         stored: dict[str, np.ndarray] = {}
+        weights: dict[str, Facts] = {}
         for name, array in arrays:
             if isinstance(array, QuantizedArray):
-                stored |= bitsandbytes_tensors(name, array, requantize=self.requantize)
+                tensors, weights[name] = checkpoint_tensors(self.to, name, array, requantize=self.requantize)
+                stored |= tensors
             else:
                 stored[name] = np.asarray(array)
         path.touch()
         mode = path.stat().st_mode  # the umask of the user; the package creates files that only their owner can read
         save_file({name: np.ascontiguousarray(x) for name, x in stored.items()}, path, {"format": "pt"})
         path.chmod(mode)
-        return set(stored)
+        return weights
 
 
 @functools.cache
@@ -280,7 +300,7 @@ def _write_directory(
         raise ValueError(f"{source.path} is a directory, which cannot become a GGUF file: it lacks the fields of one.")
     files: dict[str, Path | None] = {file.as_posix(): source.path / file for file in source.other_files}
     files[WEIGHTS] = None
-    if layout.to == "bitsandbytes":
+    if layout.to in WRITERS:
         files["config.json"] = None
     with locked(target) as journal, _note_pending(target, note):
         finish(target)
@@ -298,11 +318,12 @@ def _write_directory(
         with staged(target, files) as folder:
             _copy(files, folder)
             arrays = layout.arrays(target, _counted(source, plans, progress))
-            stored = layout.write(folder / WEIGHTS, arrays)
-            if layout.to == "bitsandbytes":
+            weights = layout.write(folder / WEIGHTS, arrays)
+            if layout.to in WRITERS:
                 config = dict(source.metadata.get("config") or {})
-                nested = any(name.endswith(".nested_absmax") for name in stored)
-                config["quantization_config"] = quantization_config(double_quant=nested)
+                for key in ("quantization_config", "quantization"):  # of the source
+                    config.pop(key, None)
+                config |= WRITERS[layout.to].config(weights)
                 (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return None
 
