@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_helpers import CHECKPOINTS, checkpoint, tensors_of
+from cli_helpers import run
 from exchange_helpers import same_bits
 
 import lowbit
@@ -106,3 +107,24 @@ def test_the_stored_numbers_rounded_as_mlx_rounds_give_its_values(name: str, tmp
     scales, offsets = (np.repeat(array.components()[x], array.block_size, -1) for x in ("scales", "offsets"))
     plain = array.replace(scales=np.ones_like(array.scales), offsets=None, dtype=np.dtype(np.float32))
     assert same_bits(np.asarray(plain.materialize()).astype(want.dtype) * scales + offsets, want)
+
+
+BLOCKS: dict[str, dict[int, int | None]] = {
+    "gptq_4_sym_order": {-1: 32},
+    "gptq_4_channel": {-1: None},
+    "compressed_fp8_block": {-2: 16, -1: 16},
+    "compressed_fp8_tensor": {-2: None, -1: None},
+    "gpt_oss": {-2: 32},
+    "bitsandbytes_fp4": {-1: 64},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_inspect_shows_format_blocks_and_bits(name: str, tmp_path: Path) -> None:
+    [weight] = checkpoint(name, tmp_path)
+    model = HuggingFaceDir(tmp_path)
+    assert model.blocks(weight) == BLOCKS[name] and not any(model.blocks(other) for other in set(model) - {weight})
+    line = next(line.split() for line in run("inspect", tmp_path).output.splitlines() if line.startswith(f"{weight} "))
+    blocks = [f"{size or 'all'}@{axis}" for axis, size in BLOCKS[name].items()]
+    bits = 8 * model.nbytes(weight) / np.prod(model.shape(weight))
+    assert line[2:] == [model.type(weight), *blocks, f"{model.nbytes(weight):,}", f"{bits:.2f}"]

@@ -171,6 +171,10 @@ def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(ValueError, match=r"pytorch_model.bin may run any code when it is opened"):
         open_tensors(tmp_path)
+    for start in (b"\x80\x04", b"PK\x03\x04"):
+        (tmp_path / "pytorch_model.bin").write_bytes(start + bytes(64))
+        with pytest.raises(ValueError, match=r"pytorch_model.bin is a pickle"):
+            open_tensors(tmp_path / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize("name", ["gptq_4", "compressed_nvfp4", "gpt_oss", "torchao_int4_zero"])

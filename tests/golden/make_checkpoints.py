@@ -118,6 +118,24 @@ def make_awq() -> None:
         }
         config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
         write(name, tensors, config, "script")
+        check_awq(tensors, len(codes) if group == -1 else group)
+
+
+def check_awq(tensors: dict[str, Any], group: int) -> None:
+    """Assert that compressed-tensors reads the same weight."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+    from compressed_tensors.quantization import QuantizationScheme
+
+    stored = {key: torch.from_numpy(np.array(value, order="C")) for key, value in tensors.items()}
+    expected = stored.pop(f"expected.{MODULE}.weight")
+    found = AutoAWQConverter(group_size=group, targets=["re:.*up_proj"]).process(stored)
+    state = {key.rpartition(".")[2]: value for key, value in found.items()}
+    weights = scheme_of(4, strategy="group", group_size=group) | {"symmetric": False}
+    packer = BaseCompressor.get_value_from_registry("pack-quantized")
+    got = packer.decompress(state, QuantizationScheme(targets=["Linear"], weights=weights))["weight"]
+    assert torch.equal(got, expected)
 
 
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

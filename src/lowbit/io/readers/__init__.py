@@ -7,7 +7,7 @@ from .._directory import check_whole
 from ._base import Reader, decoded_types, is_stored
 from .gguf import GGUFFile
 from .lowbit import LowbitDir, LowbitFile, is_lowbit_file
-from .safetensors import WEIGHTS, HuggingFaceDir, SafetensorsFile
+from .safetensors import PICKLES, WEIGHTS, HuggingFaceDir, SafetensorsFile
 
 __all__ = [
     "WEIGHTS",
@@ -45,6 +45,10 @@ def open_tensors(path: str | os.PathLike[str], *, strict: bool = False) -> Reade
         return HuggingFaceDir(path, strict=strict)
     with path.open("rb") as file:
         start = file.read(4)
+    if path.suffix in PICKLES and (start[:2] == b"PK" or start[:1] == b"\x80"):
+        raise ValueError(
+            f"{path} is a pickle, which may run any code when it is opened. Save the model as safetensors."
+        )
     if start == b"GGUF":
         return GGUFFile(path, strict=strict)
     return LowbitFile(path) if is_lowbit_file(path) else SafetensorsFile(path, strict=strict)

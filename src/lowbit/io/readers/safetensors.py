@@ -32,7 +32,7 @@ from ._base import Reader
 from ._weights import weight_chunks
 
 _MOST_AXES = 64  # the limit of numpy
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
@@ -169,7 +169,7 @@ class HuggingFaceDir(_SafetensorsReader):
             metadata["index"] = index.get("metadata")
             self._file_of = self._weight_map(path / INDEX_FILE, index)
         else:
-            others = sorted(name for name in self._sizes if name.endswith(_PICKLES))
+            others = sorted(name for name in self._sizes if name.endswith(PICKLES))
             advice = (
                 f" {others[0]} may run any code when it is opened: save the model as safetensors." if others else ""
             )
