@@ -89,7 +89,7 @@ test-browser: $(VENV)/test
 	  echo "make test-browser needs Chromium: '$(CHROMIUM)' is not here, and apt-get could not install it." >&2; exit 1; }
 	CHROMIUM=$(CHROMIUM) $(VENV)/bin/python -m pytest tests/browser.py
 
-# The GPU kernel compiled in full for A100 and H100. It needs no GPU and takes no CUDA of the machine; 4 minutes.
+# The GPU kernel compiled in full for A100 and H100. It needs no GPU and takes no CUDA of the machine; 6 minutes.
 test-gpu-aot: $(GPU)/test
 	PYTHONPATH=src LOWBIT_NATIVE=0 $(GPU)/bin/python tests/gpu_aot.py
 

@@ -1,9 +1,10 @@
 """What NVIDIA's compilers report for the kernel, without a GPU. Run by aot.py, after `make test-gpu-aot`.
 
 `ptxas` and XLA report registers, spills and shared memory of the compiled kernel. Bytes are counted by running the
-kernel's own addresses over its grid, in sectors of 32 bytes: `weight` is how often each stored byte is loaded, `moved`
-everything that programs load and store (most of x from the L2 cache), `least` the stored weight, x and y once. `bound`
-is the time to move `least` at the published bandwidth of the chip: no kernel can be faster.
+kernel's own addresses over the programs of one tile of columns, since all tiles are alike, in sectors of 32 bytes:
+`weight` is how often each stored byte is loaded, `moved` everything that programs load and store (most of x from the L2
+cache), `least` the stored weight, x and y once. `bound` is the time to move `least` at the published bandwidth of the
+chip: no kernel can be faster.
 """
 
 import itertools
@@ -23,13 +24,23 @@ jax.config.update("jax_platforms", "cpu")  # before JAX detects devices
 SECTOR = 32
 
 
+class Place:
+    """`operand.at`: indexing it gives the operand and the index."""
+
+    def __init__(self, operand: "Operand"):
+        self.operand = operand
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.operand, place
+
+
 class Operand:
     """An array of which only the addresses matter; records the accesses to it."""
 
-    def __init__(self, array: Any):
-        self.shape, self.dtype = array.shape, np.dtype(array.dtype)
+    def __init__(self, shape: Any, dtype: Any):
+        self.shape, self.dtype = shape, np.dtype(dtype)
         self.elements, self.bytes = 0, 0
-        self.at = SimpleNamespace()
+        self.at = Place(self)
 
     @property
     def nbytes(self) -> int:
@@ -50,25 +61,16 @@ class Operand:
 
 
 def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
-    """The operands of a product after the kernel ran over its grid, without its arithmetic."""
+    """The operands of a product after the kernel ran over its grid, without its arithmetic.
+
+    Columns must fill their tiles: then each tile of columns accesses as much as the first, which is counted.
+    """
     from lowbit.kernels.gpu import kernel
     from lowbit.kernels.gpu.tiling import tiling_for
     from lowbit.kernels.product import Product
 
     tiling = tiling_for(Product(x, w, contract, dtype))
     (m, _), n, tile = x.shape, w.shape[-3 - contract], tiling.tile
-
-    class Place:
-        def __init__(self, operand: Operand):
-            self.operand = operand
-
-        def __getitem__(self, place: Any) -> Any:
-            return self.operand, place
-
-    def operand(shape: Any, dtype: Any) -> Operand:
-        made = Operand(SimpleNamespace(shape=shape, dtype=dtype))
-        made.at = Place(made)
-        return made
 
     def load(place: Any, mask: Any = True, other: Any = 0) -> Any:
         found, index = place
@@ -81,9 +83,9 @@ def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
         return carry
 
     operands = {
-        "x": operand((1, *x.shape), x.dtype),
-        **{name: operand((1, *stored.shape), stored.dtype) for name, stored in w.components().items()},
-        "y": operand((tile.splits, 1, m, n), dtype if tile.splits == 1 else np.float32),
+        "x": Operand((1, *x.shape), x.dtype),
+        **{name: Operand((1, *stored.shape), stored.dtype) for name, stored in w.components().items()},
+        "y": Operand((tile.splits, 1, m, n), dtype if tile.splits == 1 else np.float32),
     }
     numpy = SimpleNamespace(arange=np.arange, zeros=np.zeros, minimum=np.minimum, float32=np.float32, int32=np.int32)
     empty = np.zeros((tile.rows, tile.columns), np.float32)
@@ -97,12 +99,17 @@ def counted(x: Any, w: Any, contract: int, dtype: Any) -> dict[str, Operand]:
         "_side_by_side": lambda planes: np.float32(0),
         "split": lambda *args: [None],
     }
+    rows, tiles, left = -(-m // tile.rows), n // tile.columns, n % tile.columns
+    if left:
+        raise ValueError(f"{n} columns do not fill tiles of {tile.columns}.")
     with mock.patch.multiple(kernel, **changes):
-        for number in range(tile.splits * -(-n // tile.columns) * -(-m // tile.rows)):
-            program.return_value = number
+        for share, row in itertools.product(range(tile.splits), range(rows)):
+            program.return_value = share * tiles * rows + row
             kernel._kernel(
                 np.zeros(1, np.int32), *operands.values(), w=w, contract=contract, tiling=tiling, precision=None
             )
+    for found in operands.values():
+        found.elements, found.bytes = found.elements * tiles, found.bytes * tiles
     return operands
 
 

@@ -41,7 +41,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "nf4, double_quant": ("nf4", {"double_quant": True}),
 }
 # The rows whose KL is measured, which takes half a minute each.
-WITH_KL = ("int8", "nf4", "q4", "q4, blocks of 16", "q3", "int4", "llama.cpp IQ4_XS")
+WITH_KL = (*lowbit.FORMATS, "q4, blocks of 16", "llama.cpp IQ4_XS")
 TYPES = (
     *("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q4_1", "Q4_0", "NVFP4", "MXFP4"),
     *("Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_XS", "IQ2_XXS"),

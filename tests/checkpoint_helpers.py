@@ -35,5 +35,5 @@ def checkpoint(name: str, path: Path, **changed: Any) -> dict[str, np.ndarray]:
             place.update(changed)
         (path / file).write_text(json.dumps(contents))
     own = {key: about[key] for key in about if not key.endswith(".json") and key != "maker"}
-    save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, path / "model.safetensors", own)
+    save_file({key: np.array(value, order="C") for key, value in tensors.items()}, path / "model.safetensors", own)
     return expected

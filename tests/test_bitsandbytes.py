@@ -242,7 +242,11 @@ INCONSISTENT: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, np.nda
     "no nested_quant_map": (without("w.nested_quant_map"), "lacks 'w.nested_quant_map'"),
     "not nested": (without("w.nested_absmax", "w.nested_quant_map"), "lacks 'w.nested_absmax'"),
     "no quant_state": (without("w" + STATE), f"lacks 'w{STATE}'"),
-    "fp4": (renamed("w" + STATE, "w.quant_state.bitsandbytes__fp4"), "type 'fp4', and only 'nf4' can"),
+    "fp4": (renamed("w" + STATE, "w.quant_state.bitsandbytes__fp4"), "quant_type 'nf4' in its quant_state"),
+    "another type": (
+        renamed("w" + STATE, "w.quant_state.bitsandbytes__af4"),
+        "type 'af4', and only 'nf4' and 'fp4' can",
+    ),
     "fp4 inside": (state(quant_type="fp4"), "quant_type 'fp4' in its quant_state"),
     "other levels": (instead(quant_map=LEVELS[::-1]), "quant_map other than the levels of NF4"),
     "NaN level": (instead(quant_map=np.where(LEVELS == 0, F32(np.nan), LEVELS)), "quant_map other than"),

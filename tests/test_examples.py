@@ -165,7 +165,27 @@ def test_qat_stores_the_trained_values(capsys: pytest.CaptureFixture[str]) -> No
     assert f"{trained:13.4f}" in capsys.readouterr().out
 
 
+def test_a_llama_is_loaded_in_its_stored_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("load_llama")
+    params, got, want = example.main(str(tmp_path))
+    assert_close(got, want)
+    assert dense_weights(lowbit.implicit(example.Llama().apply), params, example.IDS) == []
+    assert f"{params['params']['layers']['up']['kernel']}" in capsys.readouterr().out
+    # The same model with the weights of the file, dequantized, transposed and stacked by hand.
+    file, tree = lowbit.io.open_tensors(tmp_path / "q4.safetensors"), params["params"]
+    assert {file.type(name) for name in file} == {"q4", "int8", "F32"}
+    places = {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+    for name, stored in places.items():
+        layers = [file.dense(f"model.layers.{i}.{stored}.weight").T for i in range(example.LAYERS)]
+        np.testing.assert_array_equal(tree["layers"][name]["kernel"].materialize(), np.stack(layers))
+    for name in ("input", "post_attention"):
+        layers = [file.dense(f"model.layers.{i}.{name}_layernorm.weight") for i in range(example.LAYERS)]
+        np.testing.assert_array_equal(tree["layers"][name]["scale"], np.stack(layers))
+    np.testing.assert_array_equal(tree["head"]["kernel"].materialize(), file.dense("lm_head.weight").T)
+    np.testing.assert_array_equal(tree["embed"]["embedding"].materialize(), file.dense("model.embed_tokens.weight"))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < (160 if path.stem == "qat" else 80)  # it brings text and training
-    assert path.stem in {"new_format", "optax_frozen", "qat", "qlora", *MODELS}  # each has a test
+    assert path.stem in {"load_llama", "new_format", "optax_frozen", "qat", "qlora", *MODELS}  # each has a test

@@ -33,7 +33,7 @@ def write(
     from safetensors.torch import save_file
 
     def as_torch(x: Any) -> torch.Tensor:
-        return (x if isinstance(x, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(x))).contiguous()
+        return (x if isinstance(x, torch.Tensor) else torch.from_numpy(np.array(x, order="C"))).contiguous()
 
     version = "" if maker == "script" else f" {importlib.metadata.version(maker)}"
     model = {"quantization_config": config} | ({"torch_dtype": dtype} if dtype else {})
@@ -341,7 +341,31 @@ def make_torchao() -> None:
     save("torchao_int4", Int4Tensor(*parts, [1, 32], torch.Size([32, 128])), weight.T.astype(np.float32), "script")
 
 
+# --- by bitsandbytes
+
+
+def make_bitsandbytes() -> None:
+    """FP4 and LLM.int8; NF4 has files of its own."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, int8_vectorwise_quant, quantize_4bit
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
+    name = f"{MODULE}.weight"
+    for nested in (False, True):
+        weight = torch.from_numpy(draw(3, 32, 128)).to(torch.bfloat16)
+        codes, state = quantize_4bit(weight, blocksize=64, quant_type="fp4", compress_statistics=nested)
+        codes[:2] = torch.tensor([[0x08], [0x80]], dtype=torch.uint8)  # both codes of 0
+        tensors = {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+        tensors |= {name: codes, f"expected.{name}": dequantize_4bit(codes, state)}
+        write("bitsandbytes_fp4" + "_nested" * nested, tensors, config, "bitsandbytes")
+    codes, largest, _ = int8_vectorwise_quant(torch.from_numpy(draw(4, 32, 64)).to(torch.float16))
+    tensors = {name: codes, f"{MODULE}.SCB": largest, f"{MODULE}.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    tensors |= {f"expected.{name}": int8_vectorwise_dequant(codes, largest)}
+    write("bitsandbytes_int8", tensors, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes")
+
+
 MAKERS = {
+    "bitsandbytes": make_bitsandbytes,
     "torchao": make_torchao,
     "gptq": make_gptq,
     "awq": make_awq,

@@ -11,6 +11,9 @@ E4M3 = Floats(8, exponent=4, mantissa=3, reserved=1)
 E5M2 = Floats(8, exponent=5, mantissa=2, reserved=4)
 E2M1 = Floats(4, exponent=2, mantissa=1)
 _IQ4 = Table(4, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+# FP4 of bitsandbytes has two codes for 0, which are one here; no code has the last level.
+_FP4 = (1 / 192, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1)
+_FP4_BNB = Table(4, (*(-level for level in reversed(_FP4)), 0, *_FP4, 2))
 _SUPER = 256  # elements of a superblock of llama.cpp, which share a group scale
 
 FILE_LAYOUTS = {
@@ -24,5 +27,6 @@ FILE_LAYOUTS = {
     "nvfp4_gguf": Layout(E2M1, 16, E4M3),  # without a scale of the matrix
     "nvfp4_divided": Layout(E2M1, 16, E4M3, "matrix", group_divides=True),  # compressed-tensors
     "uint8": Layout(Integers(8), 128),
+    "fp4_bnb": Layout(_FP4_BNB, 64),
 }
 """The layouts by name."""

@@ -80,6 +80,16 @@ class PermutedArray(ImplicitArray):
         return self.array.dtype
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the stored array, as stored."""
+        return self.array.stored_shape
+
+    @property
+    def format_label(self) -> str | None:
+        """The name of the format of the stored array."""
+        return self.array.format_label
+
+    @property
     def format(self) -> Format | None:
         """The format of the stored array."""
         return self.array.format
@@ -151,7 +161,7 @@ class PermutedArray(ImplicitArray):
         return self.array.logical_spec()
 
     def _facts(self) -> list[str]:
-        name = [repr(self.format.name)] if self.format else []
+        name = [repr(self.array.format_label)] if self.array.format_label else []
         return [*name, *super()._facts()[:-1], f"permuted along axis {self.axis}", *super()._facts()[-1:]]
 
 

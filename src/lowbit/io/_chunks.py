@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
 from lowbit.formats.blocks import WHOLE, span_of
 
 from ._regions import Region
@@ -37,6 +37,8 @@ def struct_of(array: Any) -> jax.ShapeDtypeStruct:
 
 def spans_of_scales(like: Any) -> dict[str, tuple[int, ...]]:
     """The spans of each component of a quantized array; of any other array, those of the array itself as ""."""
+    if isinstance(like, PermutedArray):
+        return spans_of_scales(like.array) | {"order": (WHOLE,)}
     if not isinstance(like, QuantizedArray):
         return {"": ()}
     coded = [name for name in like.scale_components if getattr(like, name) is not None]

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from jax.sharding import Mesh, NamedSharding
 from lowbit.formats import PermutedArray, QuantizedArray
 from lowbit.formats.permuted import check_order
 from lowbit.models.partition import is_quantized
+from lowbit.models.patterns import is_array, leaf_path
 from lowbit.models.sharding import shardings
 from lowbit.runtime._compat import mesh_in_context
 
 from ._checks import short
+from ._mapping import Source, Target, sources
 from .bitsandbytes import DequantizedWarning
 from .container._header import OWN, Container, Key, Tensor, children_of, open_contents, path_name
 from .container._layout import index_files, outlined, remove_shard_files
@@ -59,7 +61,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: dict[str, Any] | 
     remove_shard_files(target, old)
 
 
-def load(path: str | os.PathLike[str], like: Any = None) -> Any:
+def load(path: str | os.PathLike[str], like: Any = None, *, mapping: Mapping[str, Target] | None = None) -> Any:
     """Load the arrays of a file or a directory, with the bits that it stores.
 
     - A lowbit file gives the tree that was saved: dicts, lists and tuples of its arrays.
@@ -71,7 +73,20 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
       format. A numpy leaf gives a numpy array.
     - A `NamedSharding` of a leaf in `like` is applied; of a quantized leaf, to its logical axes. A process reads only
       the bytes for its own devices. The checksum of a tensor that is not read in full is not checked.
+    - `mapping`: how the arrays of the file, by name, make the arrays of `like`: a dict from regular expressions, which
+      match whole names, to paths in `like`, with `\\1` for a group. See below.
     - Arrays are jax arrays, or numpy arrays where JAX would narrow them to 32 bits (without `jax_enable_x64`).
+
+    With a `mapping`, every array of the file must match one pattern, and every array of `like` must get its values:
+
+    - `"layers/\\1/up/kernel"`: the array goes there. Its last two axes are swapped if the shape in `like` says so, and
+      those of a square matrix if the path ends in `kernel`. Of a quantized array only a flag changes.
+    - `("head/kernel", "T")` swaps them, and `("head/kernel", None)` does not, whatever the shape.
+    - `"layers/up/kernel[\\1]"`: the array is that layer of a stack, counted from 0; `[\\1,\\2]` for two leading axes.
+      The layers must be stored alike. Their components are stacked, and nothing is decoded.
+    - None leaves the array out.
+    - A floating-point dtype may differ from that of `like`, which the arrays get: quantized ones read as it, others are
+      cast if that is exact.
 
     On CPU the arrays are memory-mapped. Replace such a file, as `save` does, rather than write into it.
 
@@ -82,10 +97,27 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     ...     params = lowbit.load(f"{folder}/model.safetensors", like=jax.eval_shape(init))
     >>> type(params["w"]).__name__, params["scale"][1]
     ('Array8B', 1.5)
+
+    Names of Hugging Face, with the layers stacked for `scan`:
+
+    >>> model = {"up": jax.ShapeDtypeStruct((3, 64, 32), jnp.float32)}  # (layers, in, out)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     weights = {f"model.{i}.up.weight": lowbit.quantize(jnp.ones((32, 64)), axis=-1) for i in range(3)}
+    ...     lowbit.save(f"{folder}/model.safetensors", weights)
+    ...     mapping = {r"model\\.(\\d+)\\.up\\.weight": r"up[\\1]"}
+    ...     lowbit.load(f"{folder}/model.safetensors", like=model, mapping=mapping)["up"].shape
+    (3, 64, 32)
     """
+    if mapping is not None and like is None:
+        raise ValueError("load needs `like`, the tree that `mapping` gives paths of.")
     file = open_tensors(path)
-    tree = file.tree if isinstance(file, LowbitFile) else _flat_tree(file)
     loader = _Loader(file)
+    if mapping is not None:
+        nodes = (
+            {name: file._entry(name) for name in file} if isinstance(file, LowbitFile) else _flat_tree(file).children
+        )
+        return loader.mapped(mapping, like, nodes)
+    tree = file.tree if isinstance(file, LowbitFile) else _flat_tree(file)
     return loader.plain(tree, ()) if like is None else loader.filled(tree, like, ())
 
 
@@ -128,7 +160,9 @@ class _Loader:
         return self.made[key]
 
     def view(self, node: Any) -> np.ndarray:
-        return self.file.view(node) if isinstance(self.file, LowbitFile) else np.asarray(node)
+        if isinstance(self.file, LowbitFile) and isinstance(node, Tensor):
+            return self.file.view(node)
+        return np.asarray(node)
 
     def component(self, node: Any, sharding: NamedSharding | None) -> Any:
         if isinstance(node, jax.Array) and sharding is None:
@@ -137,7 +171,7 @@ class _Loader:
         return self.once((id(node), sharding), make)
 
     def sharded(self, node: Any, sharding: NamedSharding) -> Any:
-        if isinstance(self.file, LowbitFile):
+        if isinstance(self.file, LowbitFile) and isinstance(node, Tensor):
             return self.file.sharded(node, sharding)
         view = self.view(node)
         if jax.dtypes.canonicalize_dtype(view.dtype) != view.dtype:
@@ -158,19 +192,21 @@ class _Loader:
         return self.once((id(node), "sharded", sharding), lambda: jax.tree.map(self.component, node, components))
 
     def whole(self, node: Any, path: tuple[Key, ...]) -> Any:
-        if isinstance(self.file, LowbitFile):
-            self.check(self.file, node, path_name(path))
+        self.check(node, path_name(path))
         return jax.tree.map(lambda x: self.component(x, None), node)
 
-    def check(self, file: LowbitFile, node: Any, name: str) -> None:
-        """Raise a ValueError if a code is out of the range of its format, or an order is not a permutation."""
+    def check(self, node: Any, name: str) -> None:
+        """Raise a ValueError if a stored code is out of the range of its format, or an order is not a permutation."""
+        is_tensor = [isinstance(component, Tensor) for component in jax.tree.leaves(node)]
+        if not isinstance(self.file, LowbitFile) or not any(is_tensor):
+            return
         if isinstance(node, PermutedArray):
             try:
                 check_order(self.view(node.order))
             except ValueError as error:
                 raise ValueError(f"{self.file.path}: {name}: {error}") from None
             node = node.array
-        file.check_codes(node, name)
+        self.file.check_codes(node, name)
 
     def plain(self, node: Any, path: tuple[Key, ...]) -> Any:
         """A node as dicts, lists and tuples."""
@@ -199,6 +235,70 @@ class _Loader:
                 where = "`like` and not in the file" if key in keys else "the file and not in `like`"
                 raise ValueError(f"{self.file.path}: {path_name((*path, key))} is in {where}.")
         return rebuilt([self.filled(node.children[key], child, (*path, key)) for key, child in found])
+
+    # --- other names than those of `like`
+
+    def mapped(self, mapping: Mapping[str, Target], like: Any, nodes: Mapping[Any, Any]) -> Any:
+        """The containers of `like`, with the arrays of the file, `nodes` by name, as `mapping` says."""
+        found, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_quantized)
+        leaves = {leaf_path(path): leaf for path, leaf in found if is_array(leaf)}
+        made: list[Any] = []  # arrays that are made of a node are known by its id, so it must stay
+        shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+        for path, parts in sources(mapping, list(map(str, nodes)), shapes, self.bad).items():
+            made.append(node := self.assembled(path, leaves[path], {part: nodes[part.name] for part in parts}))
+            leaves[path] = self.filled(node, leaves[path], (path,))
+        return jax.tree.unflatten(structure, [leaves.get(leaf_path(path), leaf) for path, leaf in found])
+
+    def bad(self, problem: str) -> ValueError:
+        return ValueError(f"{self.file.path}: {problem}")
+
+    def assembled(self, path: str, leaf: Any, parts: Mapping[Source, Any]) -> Any:
+        """The node of a leaf, made of one tensor or of the layers of a stack."""
+        dims = tuple(leaf.shape[: len(next(iter(parts)).index)])
+        nodes = [self.fitted(path, leaf, dims, part, node) for part, node in parts.items()]
+        if not dims:
+            return nodes[0]
+        for part, node in zip(parts, nodes, strict=True):
+            if _stored_type(node) != _stored_type(nodes[0]):
+                first = next(iter(parts)).name
+                raise self.bad(
+                    f"{first!r} is {_described(nodes[0])} and {part.name!r} is {_described(node)}: the layers of a "
+                    f"stack, {path!r} of `like`, must be stored alike. Map them to leaves of their own."
+                )
+            self.check(node, repr(part.name))
+
+        def stacked(*components: Any) -> np.ndarray:
+            return np.stack([self.view(c) for c in components]).reshape(*dims, *components[0].shape)
+
+        return jax.tree.map(stacked, *nodes)
+
+    def fitted(self, path: str, leaf: Any, dims: tuple[int, ...], part: Source, node: Any) -> Any:
+        """A tensor in the shape and dtype of a leaf, or of a layer of it."""
+        shape, wanted = tuple(node.shape), tuple(leaf.shape[len(dims) :])
+        swapped = (*shape[:-2], *shape[:-3:-1])
+        flip = part.transposed
+        if flip is None:
+            flip = len(shape) > 1 and swapped == wanted and (shape != wanted or path.endswith("kernel"))
+        if (swapped if flip else shape) != wanted or (flip and len(shape) < 2):
+            where = f"{path!r} of shape {tuple(leaf.shape)}" + f", a stack of {dims}," * bool(dims)
+            raise self.bad(
+                f"{part.name!r} of shape {shape}{', transposed,' * bool(flip)} does not fit {where} in `like`."
+            )
+        if flip:
+            node = node.mT if is_quantized(node) else np.swapaxes(self.view(node), -1, -2)
+        if node.dtype == leaf.dtype or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (node, leaf)):
+            return node
+        if isinstance(node, PermutedArray):
+            return node.replace(array=node.array.replace(dtype=np.dtype(leaf.dtype)))
+        if isinstance(node, QuantizedArray):
+            return node.replace(dtype=np.dtype(leaf.dtype))
+        exact = jnp.promote_types(node.dtype, leaf.dtype) == leaf.dtype
+        return self.view(node).astype(leaf.dtype) if exact else node
+
+
+def _stored_type(node: Any) -> Any:
+    """What equal layers have in common."""
+    return jax.tree.structure(node), [(tuple(x.shape), np.dtype(x.dtype)) for x in jax.tree.leaves(node)]
 
 
 def _agree(node: Any, like: Any) -> bool:

@@ -1,4 +1,4 @@
-"""NF4 tensors of bitsandbytes, as it and transformers save them: reading and writing.
+"""NF4 and FP4 tensors of bitsandbytes, as it and transformers save them: reading both, and writing NF4.
 
 bitsandbytes quantizes the flattened tensor, whatever its shape. A tensor `w` of n elements is saved as
 
@@ -10,7 +10,8 @@ bitsandbytes quantizes the flattened tensor, whatever its shape. A tensor `w` of
     w.quant_state.bitsandbytes__nf4  JSON in uint8: quant_type, blocksize, dtype, shape; nested_blocksize,
                                      nested_dtype, nested_offset
 
-If no block crosses rows, these are the components of an `ArrayNF4` with blocks along its last axis.
+and FP4 with its own levels and `w.quant_state.bitsandbytes__fp4`. If no block crosses rows, these are the components of
+an array with blocks along its last axis.
 """
 
 import dataclasses
@@ -23,8 +24,9 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 
-from lowbit.formats import ArrayNF4, QuantizedArray, pack, unpack
+from lowbit.formats import ArrayNF4, PackedArray, QuantizedArray, pack, unpack
 from lowbit.formats.nf4 import GROUP, LEVELS, dynamic_map
+from lowbit.formats.packed import layout_of
 
 from ._checks import OptionNeeded, are_counts, bad_tensor, can_be_a_shape, checked_field, checked_json
 from ._dtypes import DTYPES
@@ -37,7 +39,11 @@ _DTYPES = {DTYPES[kind].name: DTYPES[kind] for kind in ("F32", "F16", "BF16")}
 _MOST_AXES = 8
 _LARGEST = float(np.finfo(np.float32).max)
 _CHUNK = 1 << 18  # elements decoded at a time, few enough to stay in the cache
-_PAIRS = LEVELS[np.arange(256)[:, None] >> np.array([4, 0]) & 15]  # the two levels of each byte
+_NIBBLES = np.arange(256)[:, None] >> np.array([4, 0]) & 15  # the two codes of each byte
+# The levels of each type by code. Those of FP4 are a sign and a code of three bits.
+_FP4 = np.array([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4], np.float32)
+_LEVELS = {"nf4": LEVELS, "fp4": np.concatenate([_FP4, 0 - _FP4])}
+_FORMATS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 
 
 class DequantizedWarning(UserWarning):
@@ -56,8 +62,8 @@ def saved_components(names: Iterable[str], path: str | os.PathLike[str]) -> dict
         base, found, kind = name.rpartition(_STATE)
         if not found:
             continue
-        if kind != "nf4":
-            raise bad_tensor(path, base, f"is of bitsandbytes' type {kind!r}, and only 'nf4' can be read")
+        if kind not in _LEVELS:
+            raise bad_tensor(path, base, f"is of bitsandbytes' type {kind!r}, and only 'nf4' and 'fp4' can be read")
         names_of = {"": base} | {key: f"{base}.{key}" for key in _COMPONENTS}
         saved[base] = {"quant_state": name} | {key: name for key, name in names_of.items() if name in every}
         needed = names_of if any(key in saved[base] for key in _NESTED) else names_of.keys() - _NESTED
@@ -79,7 +85,7 @@ class _Nested(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedNF4:
+class Saved4Bit:
     """A tensor as bitsandbytes saved it, flattened to n elements.
 
     - `packed` holds ceil(n / 2) bytes, `absmax` one scale for each block of `block_size`; the last block may be short.
@@ -92,11 +98,14 @@ class SavedNF4:
     packed: np.ndarray
     absmax: np.ndarray
     nested: _Nested | None
-    format: str = "nf4"
+    kind: str = "nf4"
 
     @classmethod
-    def read(cls, name: str, components: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> Self:
-        """Read a tensor from its components, by the keys of `saved_components`, and check that they fit together."""
+    def read(cls, name: str, components: Mapping[str, np.ndarray], path: str | os.PathLike[str], kind: str) -> Self:
+        """Read a tensor of a kind, nf4 or fp4, and check that its components fit together.
+
+        They have the keys of `saved_components`.
+        """
 
         def bad(problem: str) -> ValueError:
             return bad_tensor(path, name, problem)
@@ -112,7 +121,7 @@ class SavedNF4:
 
         text = components["quant_state"]
         state = checked_json(checked("quant_state", np.uint8, text.size).tobytes(), text.size, bad)
-        field("quant_type", lambda kind: kind == "nf4")
+        field("quant_type", lambda found: found == kind)
         block = field("blocksize", lambda block: type(block) is int and block in _BLOCKS)
         dtype = _DTYPES[field("dtype", lambda dtype: type(dtype) is str and dtype in _DTYPES)]
         shape = tuple(field("shape", lambda shape: are_counts(shape, _MOST_AXES) and shape and can_be_a_shape(shape)))
@@ -121,8 +130,8 @@ class SavedNF4:
         packed = components[""].reshape(-1).view(np.uint8)
         if packed.size != -(-size // 2):
             raise bad(f"has {packed.size} bytes of codes, and its shape {shape} takes {-(-size // 2)}")
-        if checked("quant_map", np.float32, 16).tobytes() != LEVELS.tobytes():
-            raise bad("has a quant_map other than the levels of NF4")
+        if checked("quant_map", np.float32, 16).tobytes() != _LEVELS[kind].tobytes():
+            raise bad(f"has a quant_map other than the levels of {kind.upper()}")
         blocks = -(-size // block)
         nested = None
         if "nested_absmax" in components:
@@ -137,7 +146,12 @@ class SavedNF4:
         elif "nested_offset" in state:
             raise bad(f"has a nested_offset in its quant_state but lacks {name + '.nested_absmax'!r}")
         absmax = checked("absmax", np.uint8 if nested else np.float32, blocks)
-        return cls(shape, dtype, block, packed, absmax, nested)
+        return cls(shape, dtype, block, packed, absmax, nested, kind)
+
+    @property
+    def format(self) -> str:
+        """The name of its layout in lowbit."""
+        return _FORMATS[self.kind]
 
     @property
     def problem(self) -> str:
@@ -152,9 +166,14 @@ class SavedNF4:
         tops = np.repeat(self.nested.absmax, GROUP)[: self.absmax.size]
         return self.nested.quant_map[self.absmax] * tops + self.nested.offset
 
-    def array(self) -> ArrayNF4:
+    def array(self) -> ArrayNF4 | PackedArray:
         """The array with these codes and scales; undefined if a block crosses rows."""
         *lead, row = self.shape
+        if self.kind != "nf4":
+            codes = _bytes_by_level(self.kind)[self.packed].reshape(*lead, -(-row // 2))
+            scales = self.scales().reshape(*lead, -(-row // self.block_size))
+            fields = {"shape": self.shape, "dtype": self.dtype, "spans": (self.block_size,)}
+            return PackedArray.build(**fields, format_name=self.format, codes=codes, scales=scales)
         components: dict[str, Any] = {"packed": self.packed.reshape(*lead, -(-row // 2)), "absmax": self.absmax}
         if self.nested is not None and math.prod(lead[:-1]) == 1:
             own = [1] * len(lead)
@@ -169,12 +188,12 @@ class SavedNF4:
     def dense(self, dtype: Any) -> np.ndarray:
         """Dequantize in float32 and round once. In the tensor's own dtype the result is that of bitsandbytes."""
         block, out = self.block_size, np.empty(math.prod(self.shape), dtype)
-        step = _CHUNK // block
+        step, pairs = _CHUNK // block, _LEVELS[self.kind][_NIBBLES]
         with np.errstate(all="ignore"):  # an infinite scale makes its block infinite
             scales = self.scales()
             for first in range(0, scales.size, step):
                 here = out[first * block : (first + step) * block]
-                levels = _PAIRS[self.packed[first * block // 2 : (first + step) * block // 2]].reshape(-1)
+                levels = pairs[self.packed[first * block // 2 : (first + step) * block // 2]].reshape(-1)
                 here[:] = levels[: here.size] * np.repeat(scales[first : first + step], block)[: here.size]
         return out.reshape(self.shape)
 
@@ -244,6 +263,13 @@ def quantization_config(
         "bnb_4bit_quant_storage": "uint8",
         "llm_int8_skip_modules": list(skip) or None,
     }
+
+
+def _bytes_by_level(kind: str) -> np.ndarray:
+    """Each byte with its two codes as those of the same levels in lowbit's layout."""
+    table = layout_of(_FORMATS[kind]).levels.table
+    high, low = np.searchsorted(table, _LEVELS[kind][_NIBBLES]).astype(np.uint8).T
+    return high << np.uint8(4) | low
 
 
 def _crosses_rows(shape: Sequence[int], block: int) -> bool:

@@ -3,23 +3,24 @@
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
-from lowbit.formats import Array8B, PackedArray, QuantizedArray
+from lowbit.formats import Array8B, PackedArray, PermutedArray, QuantizedArray
 from lowbit.formats.blocks import WHOLE, span_of, stored_length, trimmed
 from lowbit.formats.packed import layout_of
 
 from .._checks import bad_tensor, short
+from .._dtypes import DTYPES
 from ._bits import packed, reversed_bytes
 
 _CHUNK = 1 << 20  # codes that are unpacked at a time
-FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
-WORDS = tuple(map(np.dtype, (np.int32, np.uint32)))
-BYTES = (np.dtype(np.uint8),)
-FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn),)
+FLOATS = (DTYPES["F32"], DTYPES["F16"], DTYPES["BF16"])
+WORDS = (DTYPES["I32"], DTYPES["U32"])
+BYTES = (DTYPES["U8"],)
+FLOAT8 = (DTYPES["F8_E4M3"],)
+POWERS = DTYPES["F8_E8M0"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +143,7 @@ class Weight:
     order: np.ndarray | None = None
     direct: bool = False
 
-    @property
-    def problem(self) -> str:
-        """Why no lowbit array has these bits; empty if one has."""
-        return "" if self.order is None else "its inputs are stored in activation order"
+    problem: ClassVar[str] = ""  # every weight has a lowbit array with its bits
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,9 +193,10 @@ class Weight:
                 found[name][start:stop] = component
         return self.built(self.stored_shape, {**found, **self.scales})
 
-    def array(self) -> QuantizedArray:
+    def array(self) -> QuantizedArray | PermutedArray:
         """The array with every stored bit."""
-        return self.stored()
+        stored = self.stored()
+        return stored if self.order is None else PermutedArray(stored, self.order, axis=-1)
 
     @property
     def row_axis(self) -> int:
@@ -290,8 +289,7 @@ def scale_spans(
 
 def wide_scales(scales: np.ndarray) -> np.ndarray:
     """Scales that are powers of two, stored as exponents, in float32; others as they are."""
-    exponents = scales.dtype == np.uint8 or scales.dtype == ml_dtypes.float8_e8m0fnu
-    return scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32) if exponents else scales
+    return scales.view(POWERS).astype(np.float32) if scales.dtype in (*BYTES, POWERS) else scales
 
 
 def bytes_of(name: str, codes: np.ndarray, scales: np.ndarray, spans: Sequence[int], dtype: np.dtype) -> Weight:

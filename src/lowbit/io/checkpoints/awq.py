@@ -1,10 +1,12 @@
 """AWQ: integers of 4 bits with zero points, packed along the output axis (AutoAWQ, "gemm").
 
-m.qweight  int32 (in, out / 8): nibble i of a word, from the lowest, holds output (0, 2, 4, 6, 1, 3, 5, 7)[i] of 8
-m.qzeros   int32 (groups, out / 8): likewise
-m.scales   float16 (groups, out)
+The tensors of a linear layer `m`:
 
-weight[o, i] = scales[g, o] * (qweight[i, o] - zero[g, o])
+    m.qweight  int32 (in, out / 8): nibble i of a word, from the lowest, holds output (0, 2, 4, 6, 1, 3, 5, 7)[i] of 8
+    m.qzeros   int32 (groups, out / 8): likewise
+    m.scales   float16 (groups, out)
+
+    weight[o, i] = scales[g, o] * (qweight[i, o] - zero[g, o])
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,21 +1,23 @@
 """float8 with a scale for each block, channel or tensor (DeepSeek-V3, Qwen, FBGEMM).
 
-m.weight            float8_e4m3fn (out, in)
-m.weight_scale_inv  float32 (ceil(out / 128), ceil(in / 128)), or one number; `weight_scale` in some files
+The tensors of a linear layer `m`:
 
-weight = float8 * scale, although the name says inverse
+    m.weight            float8_e4m3fn (out, in)
+    m.weight_scale_inv  float32 (ceil(out / 128), ceil(in / 128)), or one number; `weight_scale` in some files
+
+    weight = float8 * scale, although the name says inverse
 """
 
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ._base import (
     FLOAT8,
     FLOATS,
+    POWERS,
     Found,
     Method,
     Settings,
@@ -27,8 +29,6 @@ from ._base import (
     scale_spans,
     wide_scales,
 )
-
-_SCALES = (*FLOATS, np.dtype(ml_dtypes.float8_e8m0fnu))
 
 
 def _find(names: Mapping[str, Any], settings: Settings) -> Iterator[Found]:
@@ -42,7 +42,7 @@ def _find(names: Mapping[str, Any], settings: Settings) -> Iterator[Found]:
 def read_float8(tensors: Tensors, settings: Settings) -> Weight:
     codes = tensors.views["weight"]
     codes = tensors.get("weight", FLOAT8, [None] * max(codes.ndim, 2))
-    scales = wide_scales(tensors.get("scale", _SCALES, tensors.views["scale"].shape))
+    scales = wide_scales(tensors.get("scale", (*FLOATS, POWERS), tensors.views["scale"].shape))
     blocks = [settings.options.get("weight_block_size") or [128, 128]]
     scales, spans = scale_spans(tensors, scales, codes.shape, blocks=blocks)
     return bytes_of("fp8", codes.view(np.uint8), scales, spans, dtype_of(scales, settings))

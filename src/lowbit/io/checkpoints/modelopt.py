@@ -1,10 +1,12 @@
 """ModelOpt (NVIDIA): NVFP4 and float8.
 
-NVFP4  m.weight uint8 (out, in / 2): two E2M1 codes in a byte, the first in the low nibble
-       m.weight_scale float8_e4m3fn (out, in / 16), m.weight_scale_2 float32
-FP8    m.weight float8_e4m3fn (out, in), m.weight_scale float32
+The tensors of a linear layer `m`:
 
-weight = level * weight_scale * weight_scale_2
+    NVFP4  m.weight uint8 (out, in / 2): two E2M1 codes in a byte, the first in the low nibble
+           m.weight_scale float8_e4m3fn (out, in / 16), m.weight_scale_2 float32
+    FP8    m.weight float8_e4m3fn (out, in), m.weight_scale float32
+
+    weight = level * weight_scale * weight_scale_2
 """
 
 import math

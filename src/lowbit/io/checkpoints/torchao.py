@@ -1,12 +1,12 @@
 """torchao: tensors of a class, whose attributes are JSON in the metadata of the safetensors file.
 
-m._weight_qdata, m._weight_scale, m._weight_zero_point   for the weight `m.weight`, whose metadata has its `_type`:
+The weight `m.weight` is `m._weight_qdata`, `m._weight_scale` and `m._weight_zero_point`, by its `_type`:
 
-Int4Tensor                 qdata (out, in / 2): two signed codes in a byte, the first in the low nibble; scale and
-                           zero_point (in / group, out), floats: weight = code * scale + zero_point
-Int8Tensor                 qdata int8 (out, in), scale, zero_point: weight = (code - zero_point) * scale
-IntxUnpackedToInt8Tensor   likewise, with codes of fewer bits
-Float8Tensor               qdata float8_e4m3fn (out, in), scale
+    Int4Tensor                 qdata (out, in / 2): two signed codes in a byte, the first in the low nibble; scale and
+                               zero_point (in / group, out), floats: weight = code * scale + zero_point
+    Int8Tensor                 qdata int8 (out, in), scale, zero_point: weight = (code - zero_point) * scale
+    IntxUnpackedToInt8Tensor   likewise, with codes of fewer bits
+    Float8Tensor               qdata float8_e4m3fn (out, in), scale
 """
 
 from collections.abc import Callable, Iterator, Mapping

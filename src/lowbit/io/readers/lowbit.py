@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from lowbit.formats import QuantizedArray
+from lowbit.formats import PermutedArray, QuantizedArray
 from lowbit.formats.blocks import covered
 from lowbit.formats.components import check_codes
+from lowbit.models.partition import is_quantized
 
 from .._chunks import Chunked, struct_of, units_of
 from .._dtypes import NAMES
@@ -61,23 +62,25 @@ class LowbitFile(Reader):
 
     def type(self, name: str) -> str:
         array = self._entry(name)
-        if not isinstance(array, QuantizedArray):
+        if not is_quantized(array):
             return NAMES[array.dtype]
         return array.format_label or type(array).__name__
 
-    def array(self, name: str) -> QuantizedArray | np.ndarray:
+    def array(self, name: str) -> Any:
         array = self._entry(name)
-        if isinstance(array, QuantizedArray):
+        if is_quantized(array):
             self.check_codes(array, name)
             return jax.tree.map(lambda component: on_device(self.view(component)), array)
         return self.view(array)
 
     def dense(self, name: str, dtype: Any = np.float32) -> np.ndarray:
         array = self.array(name)
-        return np.asarray(array.materialize() if isinstance(array, QuantizedArray) else array).astype(dtype, copy=False)
+        return np.asarray(array.materialize() if is_quantized(array) else array).astype(dtype, copy=False)
 
     def chunks(self, name: str, *, as_stored: bool) -> Chunked:
         like = jax.tree.map(struct_of, self._entry(name))
+        if isinstance(like, PermutedArray):
+            return super().chunks(name, as_stored=as_stored)
         if as_stored or not isinstance(like, QuantizedArray):
             location = self._located(name)
             release()  # its checksum was checked, which reads all of it

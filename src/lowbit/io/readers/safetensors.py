@@ -25,7 +25,7 @@ from .._chunks import Chunked
 from .._directory import INDEX_FILE, WEIGHTS
 from .._dtypes import DTYPES
 from .._maps import mapped
-from ..bitsandbytes import DequantizedWarning, SavedNF4
+from ..bitsandbytes import DequantizedWarning, Saved4Bit
 from ..checkpoints import CONFIGS, Settings, Tensors, Weight, detect, refusal, settings_of
 from ..container._header import SHA256
 from ._base import Reader
@@ -49,7 +49,7 @@ class _SafetensorsReader(Reader):
         self.dequantized, self._strict = {}, strict
         self.refusal = refusal(settings, listed)
         self._weights = {} if self.refusal else detect(settings, listed)
-        self._read: dict[str, Weight | SavedNF4] = {}
+        self._read: dict[str, Weight | Saved4Bit] = {}
         owners = {stored: name for name, found in self._weights.items() for stored in found.stored.values()}
         super().__init__(path, metadata, dict.fromkeys(owners.get(name, name) for name in listed))
 
@@ -97,11 +97,11 @@ class _SafetensorsReader(Reader):
 
     def chunks(self, name: str, *, as_stored: bool) -> Chunked:
         weight = self._weight(name)
-        if not isinstance(weight, Weight) or weight.problem:
+        if not isinstance(weight, Weight) or (as_stored and weight.order is not None):
             return super().chunks(name, as_stored=as_stored)
         return weight_chunks(weight, as_stored=as_stored)
 
-    def _weight(self, name: str) -> Weight | SavedNF4 | None:
+    def _weight(self, name: str) -> Weight | Saved4Bit | None:
         """A quantized weight, or None for any other tensor."""
         self._entry(name)
         if name not in self._weights:

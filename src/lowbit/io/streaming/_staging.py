@@ -117,6 +117,7 @@ class StagingFile:
         """Write the component of a region of an array; `spans`: how many elements one of the component covers."""
         tensor = self.tensors[name]
         data = np.ascontiguousarray(component).reshape(-1).view(np.uint8)
+        region = region[len(region) - len(tensor.shape) :]  # an order has the last axis only
         starts, length = contiguous_runs(tensor.shape, covered(region, spans, tensor.shape))
         length *= tensor.dtype.itemsize
         crc32, known = self.crc32.get(name, (0, 0))

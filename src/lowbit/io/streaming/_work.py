@@ -14,6 +14,7 @@ from jax import lax
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
 from lowbit.formats.blocks import WHOLE, block_max, block_sum
+from lowbit.models.partition import is_quantized
 from lowbit.models.patterns import naming
 from lowbit.models.plan import Plan
 from lowbit.ops.squares import squares
@@ -91,7 +92,7 @@ class Work:
     def encoded(self, data: Any, step: int, maxima: np.ndarray | None) -> tuple[dict[str, Any], tuple[float, float]]:
         """The components of a chunk, and the sums of squares of its error and of its values."""
         if self.config is None:
-            return {field: getattr(data, field) if field else data for field in self.spans()}, (0, 0)
+            return data.components() if is_quantized(data) else {"": data}, (0, 0)
         if self.finds_maxima(step):
             stored, sums = {"maxima": np.asarray(_maxima(data, self.made.spans))}, (0, 0)
             finite = bool(np.isfinite(stored["maxima"]).all())

@@ -39,7 +39,7 @@ class Tile:
 def tile_for(m: int, w: QuantizedArray, contract: int, unit: Any, terms: int) -> Tile:
     """Sizes for a product of m x k with w. They fit the smallest chip, A100.
 
-    - Codes along the packed axis fill a sector of 32 bytes at least, the unit in which memory is read.
+    - Codes along the packed axis fill a sector of 32 bytes, the unit in which memory is read, if a block has as many.
     - What a thread holds of results and of weights fits its 255 registers.
     - Where tiles are too few to keep memory busy, programs share k, if their sums weigh little beside the codes.
     """
