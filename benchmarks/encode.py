@@ -19,7 +19,7 @@ def main() -> None:
     rows, columns = map(int, args.shape.split("x"))
     w = jax.random.normal(jax.random.key(0), (rows, columns))
     report = measure.Report(args, ["shape", "axis", "format", "ms", "GB/s", "x without kernels"])
-    for format in ("nf4", "int8", "ternary", "binary"):
+    for format in ("nf4", "int8", "ternary", "binary", "q4", "q3", "int4"):
         for axis in (-2, -1):
             config = QuantizationConfig(format, axis=axis)
             runs = {}

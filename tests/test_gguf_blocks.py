@@ -1,6 +1,7 @@
 """GGUF types whose bits are kept: every array decodes to what llama.cpp decodes, and is written as the same bytes."""
 
 import math
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -227,3 +228,16 @@ def test_every_int8_code_is_kept(tmp_path: Path) -> None:
     array = quantized(write(tmp_path / "a.gguf", {"w": (data, Type.Q8_0)}))
     assert isinstance(array, Array8B)
     assert same_bits(array.weight, codes) and same_bits(array.scale, scales[:, None])
+
+
+@pytest.mark.parametrize("as_stored", [True, False])
+def test_a_region_takes_the_memory_of_the_region(as_stored: bool, tmp_path: Path) -> None:
+    data = np.tile(golden(Type.Q4_K), (1024, 2))  # 4 million weights
+    chunks = write(tmp_path / "a.gguf", {"w": (data, Type.Q4_K)}).chunks("w", as_stored=as_stored)
+    region = ((1000, 1064), (0, 1024))
+    chunks.read(region)
+    tracemalloc.start()
+    chunks.read(region)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 1024 * 24  # bytes: of float32 and the steps to it; the whole tensor has 16 MB of them
