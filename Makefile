@@ -46,14 +46,15 @@ tests: $(VENV)/test
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
 ANY_VERSION := frameworks examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
   files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
-  safetensors bitsandbytes huggingface_dir gguf gguf_writer exchange_damaged \
+  safetensors bitsandbytes huggingface_dir gguf gguf_writer gguf_blocks gguf_model exchange_damaged \
+  checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping \
   cli cli_directories stream stream_resume stream_directories tpu gpu
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
 
 # What meets JAX itself, on a version of JAX in between: `make tests-jax-0.9.2`.
-MEETS_JAX := runtime register policy unknown_jax rules transforms kernels cpu
+MEETS_JAX := runtime register policy unknown_jax rules transforms kernels cpu file_layouts permuted
 tests-jax-%: .venv-jax-%/test
 	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) .venv-jax-$*/bin/python -m pytest -n $(JOBS) \
 	  -m "not frameworks" $(foreach name,$(MEETS_JAX),tests/test_$(name).py)

@@ -135,7 +135,7 @@ def load(file: Reader, fields: Mapping[str, Any], *, as_stored: bool = False) ->
 
     def tensor(name: str) -> Any:
         array = file.array(name) if as_stored else file.dense(name)
-        return array if isinstance(array, lowbit.QuantizedArray) else jnp.asarray(array, jnp.float32)
+        return array if lowbit.is_quantized(array) else jnp.asarray(array, jnp.float32)
 
     def turned(w: Any, heads: int) -> Any:
         """The rows of each head, reordered so that adjacent rows are pairs."""
