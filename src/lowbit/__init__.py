@@ -4,6 +4,8 @@ from . import rules, testing
 from ._version import __version__
 from .adapters.array import LoraArray
 from .adapters.tree import lora, merge
+from .calibration.collect import calibrate
+from .calibration.statistics import Calibration
 from .compat.eformer_names import (
     matmul_bf16_int8_weight_only,
     safe_materialize,
@@ -39,6 +41,7 @@ __all__ = [
     "Array1B",
     "Array8B",
     "ArrayNF4",
+    "Calibration",
     "Format",
     "ImplicitArray",
     "LoraArray",
@@ -50,6 +53,7 @@ __all__ = [
     "Rule",
     "__version__",
     "aux_field",
+    "calibrate",
     "combine",
     "compute",
     "dequantize_tree",
