@@ -188,7 +188,7 @@ class _Pass:
         if bad:
             shown = ", ".join(bad[:5]) + ", ..." * (len(bad) > 5)
             raise ValueError(
-                f"Batch {number} gives {len(bad)} weights inputs that are NaN, infinite or overflow if squared: {shown}."
+                f"Batch {number} gives {len(bad)} weights inputs that are NaN, infinite or too large: {shown}."
             )
 
     def step(self, given: list[Any], at: list[int], tree: Any, sums: Any, arrays: list[Any]) -> Any:

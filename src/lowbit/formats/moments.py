@@ -2,12 +2,21 @@
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+# What is added to the diagonal of second moments, in units of its mean.
+DAMPING = 0.01
 
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("diag", "hessian", "count"),
+    meta_fields=("shape", "inputs", "stacked"),
+)
 @dataclasses.dataclass(frozen=True)
 class Moments:
     """Sums over the rows x of the calibration data that a weight of this shape was multiplied with.
@@ -33,10 +42,10 @@ class Moments:
         stack = tuple(self.shape[a] for a in self.stacked)
         k = math.prod(self.shape[a] for a in self.inputs)
         for name, want in (("diag", (*stack, k)), ("hessian", (*stack, k, k)), ("count", stack)):
-            value = getattr(self, name)
-            if value is not None and tuple(value.shape) != want:
+            found = getattr(getattr(self, name), "shape", want)  # JAX unflattens with placeholders
+            if tuple(found) != want:
                 raise ValueError(
-                    f"{name} of shape {tuple(value.shape)} does not fit a weight of shape {self.shape} with inputs "
+                    f"{name} of shape {tuple(found)} does not fit a weight of shape {self.shape} with inputs "
                     f"{self.inputs} and stacks {self.stacked}: it must have the shape {want}."
                 )
 
@@ -66,9 +75,16 @@ class Moments:
         return jnp.transpose(matrices.reshape(shape), self._back)
 
     def importance(self) -> jax.Array:
-        """`diag` with the number of axes of the weight, and size 1 along its outputs."""
+        """The weight of squared errors of each input, with the number of axes of the weight and size 1 along outputs.
+
+        It is `diag` in units of its mean, and a hundredth more, so that inputs that were always 0 count too. For a
+        layer without rows it is 0.
+        """
+        diag = jnp.asarray(self.diag)
+        mean = jnp.mean(diag, -1, keepdims=True)
+        weights = jnp.where(mean > 0, diag / jnp.where(mean > 0, mean, 1) + DAMPING, 0)
         shape = [n if i - len(self.shape) in (*self.stacked, *self.inputs) else 1 for i, n in enumerate(self.shape)]
-        return jnp.transpose(jnp.asarray(self.diag).reshape([shape[a] for a in self.order]), self._back)
+        return jnp.transpose(weights.reshape([shape[a] for a in self.order]), self._back)
 
     def merged(self, other: "Moments") -> "Moments":
         """The moments of both sets of rows."""
