@@ -4,7 +4,9 @@ from . import rules, testing
 from ._version import __version__
 from .adapters.array import LoraArray
 from .adapters.tree import lora, merge
+from .calibration.allocation import allocate
 from .calibration.collect import calibrate
+from .calibration.compare import OutputComparison, compare_outputs
 from .calibration.statistics import Calibration
 from .compat.eformer_names import (
     matmul_bf16_int8_weight_only,
@@ -46,15 +48,18 @@ __all__ = [
     "ImplicitArray",
     "LoraArray",
     "MaterializationWarning",
+    "OutputComparison",
     "QuantizationConfig",
     "QuantizationType",
     "QuantizedArray",
     "Report",
     "Rule",
     "__version__",
+    "allocate",
     "aux_field",
     "calibrate",
     "combine",
+    "compare_outputs",
     "compute",
     "dequantize_tree",
     "export_checks",

@@ -65,7 +65,7 @@ def calibrate(
     first, batches = _opened(batches)
     model = _Model.of(fn, params, loss)
     watched, missing = model.watched(_kinds(rules), first)
-    limit = _bytes(budget)
+    limit = byte_count(budget, "budget")
     passes = _passes(watched, limit)
     if len(passes) > 1:
         _announce(passes, limit, batches)
@@ -87,7 +87,7 @@ def _collected(
     for members in passes:
         sums = _Pass(model, members)
         for number, batch in enumerate(batches):
-            sums.add(number, _arguments(batch))
+            sums.add(number, arguments(batch))
             done += 1
             if progress is not None:
                 progress(done, total)
@@ -241,11 +241,11 @@ def _kinds(rules: str | Mapping[str, str | None]) -> list[tuple[Rule, str | None
     return [(Rule(pattern, None), kind) for pattern, kind in given.items()]
 
 
-def _bytes(budget: str | int) -> int:
+def byte_count(given: str | int, name: str) -> int:
     """A number of bytes: 4_000_000_000, "4GB" or "4GiB"."""
-    found = re.fullmatch(r"\s*([\d._]+)\s*([KMGT]?I?)B?\s*", str(budget).upper())
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?I?)B?\s*", str(given).upper())
     if found is None or found[2] not in _UNITS:
-        raise ValueError(f"budget={budget!r} must be a number of bytes, such as 500_000_000, '4GB' or '512MiB'.")
+        raise ValueError(f"{name}={given!r} must be a number of bytes, such as 500_000_000, '4GB' or '512MiB'.")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -281,10 +281,11 @@ def _opened(batches: Iterable[Any]) -> tuple[tuple[Any, ...], Any]:
         first = next(once)
     except StopIteration:
         raise ValueError("There is no batch to calibrate with.") from None
-    return _arguments(first), itertools.chain([first], once) if once is batches else batches
+    return arguments(first), itertools.chain([first], once) if once is batches else batches
 
 
-def _arguments(batch: Any) -> tuple[Any, ...]:
+def arguments(batch: Any) -> tuple[Any, ...]:
+    """The arguments of `fn` after the parameters."""
     return batch if isinstance(batch, tuple) else (batch,)
 
 
