@@ -242,6 +242,15 @@ def test_weights_without_a_statistic_are_named() -> None:
     assert not len(got) and set(got.missing) == {"kernel", "embedding"}
 
 
+def test_custom_derivatives_hide_products() -> None:
+    product = jax.custom_vjp(lambda x, w: x @ w)
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    params = {"a": PARAMS["a"], "b": PARAMS["b"]}
+    got = calibrate(lambda params, x: product(x.reshape(-1, K) @ params["a"], params["b"]), params, X)
+    check(got, "a", X)
+    assert set(got) == {"a"} and set(got.missing) == {"b"}
+
+
 def test_patterns_choose_statistics() -> None:
     got = calibrate(model, PARAMS, X, rules={"a": "diag", "unused": None, "*": "full"})
     assert got["a"].hessian is None and got["b"].hessian is not None and not got.missing

@@ -29,8 +29,8 @@ def test_errors_and_divergences_are_those_by_hand() -> None:
     np.testing.assert_allclose(got.cosine, np.mean(np.sum(one * other, 1) / norms), rtol=1e-5)
     p, q = (np.exp(z) / np.exp(z).sum(1, keepdims=True) for z in (one, other))
     kl = np.sum(p * np.log(p / q), 1)
-    np.testing.assert_allclose([got.kl, got.kl_99], [kl.mean(), np.quantile(kl, 0.99)], rtol=1e-3)
-    np.testing.assert_allclose(got.kl_error, kl.std(ddof=1) / 15**0.5, rtol=1e-3)
+    found: Any = [got.kl, got.kl_99, got.kl_error]
+    np.testing.assert_allclose(found, [kl.mean(), np.quantile(kl, 0.99), kl.std(ddof=1) / 15**0.5], rtol=1e-3)
     assert got.rows == 15 and got.top1 == np.mean(one.argmax(1) == other.argmax(1))
     assert "KL" in str(got)
 
@@ -66,7 +66,7 @@ def test_it_keeps_to_the_bits_and_beats_one_format(bits: float) -> None:
     best = min(
         compare_outputs(model, PARAMS, uniform, BATCHES).error
         for format in ("q2", "q3", "q4", "int8")
-        for uniform, own in [lowbit.quantize_tree(PARAMS, format, fn=model, args=BATCHES[:1])]
+        for uniform, own in [lowbit.quantize_tree(PARAMS, format, fn=model, args=(BATCHES[0],))]
         if 8 * sum(row.after for row in own.quantized) / sum(row.size for row in own.quantized) <= bits
     )
     assert compare_outputs(model, PARAMS, quantized, BATCHES).error < best
