@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -37,7 +36,7 @@ class Calibration(Mapping[str, Moments]):
     """
 
     moments: Mapping[str, Moments]
-    missing: Mapping[str, str] = MappingProxyType({})
+    missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
     guided: bool = False
 
     def __getitem__(self, path: str) -> Moments:

@@ -22,6 +22,9 @@ class Outputs(NamedTuple):
     how: str | None
 
 
+NOT_CALIBRATED = Outputs(None, None, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A leaf: how it is stored, or why it was kept.
@@ -185,7 +188,7 @@ class Report:
         return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width:100%;height:42rem;border:0"></iframe>'
 
 
-def row(path: str, before: Any, after: Any, plan: Plan, error: float | None, outputs: Outputs) -> Row:
+def row(path: str, before: Any, after: Any, plan: Plan, error: float | None, outputs: Outputs = NOT_CALIBRATED) -> Row:
     """The row of the report for a leaf, given before and after."""
     sizes = array_bytes(before), array_bytes(after)
     name, axis = (None, None) if plan.config is None else (str(plan.config.dtype), plan.config.axis)

@@ -19,7 +19,7 @@ from lowbit.runtime import is_implicit, materialize
 from .histogram import histogram
 from .patterns import Rules, naming, ordered_rules
 from .plan import SMALL, PlannedLeaf, plan_tree
-from .report import Outputs, Report, Row, array_bytes, relative_error, row, worst
+from .report import NOT_CALIBRATED, Outputs, Report, Row, array_bytes, relative_error, row, worst
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ def _quantize_leaves(
     done, total = 0, sum(array_bytes(leaves[leaf.place]) for leaf in planned)
     results: dict[Any, dict[Any, Any]] = {}  # by array and scale, then by config: path, stored array, errors
     moments = _moments_of_arrays(leaves, planned, calibration)
-    nothing = Outputs(None, None, None if calibration is None else "no statistic in the calibration")
+    missing = NOT_CALIBRATED if calibration is None else Outputs(None, None, "no statistic in the calibration")
     if progress is not None:
         progress(done, total)
     for leaf in planned:
@@ -156,11 +156,11 @@ def _quantize_leaves(
                 plan = dataclasses.replace(plan, why=f"{plan.why}; no longer tied to {next(iter(same.values()))[0]}")
             config = plan.config
             if config is None:
-                result = array, None, Outputs(None, None, None)
+                result = array, None, NOT_CALIBRATED
             elif id(array) in moments:
                 result = _calibrated(leaf.path, array, config, moments[id(array)])
             else:
-                result = *quantized(leaf.path, array, config, leaf.scale), nothing
+                result = *quantized(leaf.path, array, config, leaf.scale), missing
             same[config] = leaf.path, *result
         _, stored[leaf.place], error, outputs = same[plan.config]
         own = row(leaf.path, array, stored[leaf.place], plan, error, outputs)
