@@ -189,3 +189,11 @@ def _by_number(primitive: Any, w: ObservedArray, number: jax.Array, **params: An
 
 for _name in ("mul", "div"):
     register(_name)(_by_number)
+
+
+@register("pvary")
+def _(primitive: Any, w: ObservedArray, **params: Any) -> Any:
+    # Each component by itself: JAX 0.7 cannot transpose one call on the weight, a constant, and its probes.
+    if not primitive.multiple_results:
+        return jax.tree.map(lambda component: primitive.bind(component, **params), w)
+    return [jax.tree.map(lambda component: primitive.bind(component, **params)[0], w)]
