@@ -4,6 +4,10 @@ from . import rules, testing
 from ._version import __version__
 from .adapters.array import LoraArray
 from .adapters.tree import lora, merge
+from .calibration.allocation import allocate
+from .calibration.collect import calibrate
+from .calibration.compare import OutputComparison, compare_outputs
+from .calibration.statistics import Calibration
 from .compat.eformer_names import (
     matmul_bf16_int8_weight_only,
     safe_materialize,
@@ -39,10 +43,12 @@ __all__ = [
     "Array1B",
     "Array8B",
     "ArrayNF4",
+    "Calibration",
     "Format",
     "ImplicitArray",
     "LoraArray",
     "MaterializationWarning",
+    "OutputComparison",
     "PermutedArray",
     "QuantizationConfig",
     "QuantizationType",
@@ -50,8 +56,11 @@ __all__ = [
     "Report",
     "Rule",
     "__version__",
+    "allocate",
     "aux_field",
+    "calibrate",
     "combine",
+    "compare_outputs",
     "compute",
     "dequantize_tree",
     "export_checks",

@@ -9,9 +9,12 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
-from .formats import FORMATS, Format, QuantizedArray, spread
+from .formats import FORMATS, Format, QuantizedArray, checked_input, spread
+from .formats.calibrated import Calibrated, calibrated
 from .formats.components import checked_scale_dtype
+from .formats.moments import Moments
 from .runtime import dense, ste
 
 
@@ -151,6 +154,7 @@ def quantize(
     use_kernel: bool | None = ...,
     compute: str | None = ...,
     scale: Any = ...,
+    hessian: Any = ...,
 ) -> QuantizedArray: ...
 def quantize(
     array: Any,
@@ -168,11 +172,16 @@ def quantize(
     use_kernel: bool | None = None,
     compute: str | None = None,
     scale: Any = None,
+    hessian: Any = None,
 ) -> Any:
     """Quantize an array, or with `simulate` quantize and dequantize it.
 
     - `config`: a `QuantizationConfig`, or the name of a format. The default is NF4.
     - `scale`: the scales to use, for instance learned ones, instead of those computed from the array.
+    - `hessian`: second moments x^T x of the inputs that the array will be multiplied with along its axis, of shape
+      (K, K), or (*stack, K, K) for leading axes with inputs of their own. The array is then rounded by GPTQ, so that
+      products with these inputs change least. A vector (K,) or (*stack, K), their diagonal, weights the search for
+      scales. `calibrate` collects them for a whole model.
     - The other arguments are those of `QuantizationConfig`, for use without one. An argument that contradicts
       the config raises a `ValueError`.
 
@@ -196,7 +205,12 @@ def quantize(
         use_kernel=use_kernel,
         compute=compute,
     )
-    return straight_through(array, config, scale=scale) if config.simulate else _quantize(array, config, scale)
+    if hessian is None:
+        return straight_through(array, config, scale=scale) if config.simulate else _quantize(array, config, scale)
+    if config.simulate or scale is not None:
+        raise ValueError("hessian= chooses scales and codes: leave out scale= and simulate=.")
+    array = checked_input(array, str(config.dtype))
+    return quantize_calibrated(array, config, _moments(array, config, hessian)).array
 
 
 def straight_through(
@@ -308,6 +322,29 @@ def _quantize(array: Any, config: QuantizationConfig, scale: Any = None) -> Quan
         options["scale"] = scale
     quantized = config.format.quantize(array, **options)
     return quantized.replace(use_kernel=config.use_kernel, compute=config.compute)
+
+
+def quantize_calibrated(array: jax.Array, config: QuantizationConfig, moments: Moments) -> Calibrated:
+    """Quantize an array for the inputs that it is multiplied with; also the errors of products with them."""
+    found = calibrated(config.format, format_options(config), array, moments)
+    return found._replace(array=found.array.replace(use_kernel=config.use_kernel, compute=config.compute))
+
+
+def _moments(array: jax.Array, config: QuantizationConfig, hessian: Any) -> Moments:
+    """The second moments of the inputs of an array along the axis of its scales."""
+    axes = (config.axis,) if isinstance(config.axis, int) else config.axis or ((-2 if array.ndim > 1 else -1),)
+    if len(axes) != 1:
+        raise ValueError(f"hessian= needs a single axis, that of the inputs, and the config has axis={config.axis}.")
+    axis = axes[0] - array.ndim if axes[0] >= 0 else axes[0]
+    h = jnp.asarray(hessian, jnp.float32)
+    k = array.shape[axis]
+    full = h.shape[-2:] == (k, k)
+    lead = h.shape[: -2 if full else -1]
+    stacked = tuple(a for a in range(-array.ndim, -2) if a != axis) if lead else ()
+    if not isinstance(h, Tracer) and not bool(jnp.isfinite(h).all()):
+        raise ValueError(f"hessian= of shape {h.shape} has values that are NaN or infinite.")
+    diag = jnp.diagonal(h, axis1=-2, axis2=-1) if full else h
+    return Moments(tuple(array.shape), (axis,), stacked, diag, h if full else None, jnp.ones(lead))
 
 
 def _within_range(array: jax.Array, config: QuantizationConfig, clip: float | None, scale: Any) -> jax.Array:

@@ -24,6 +24,7 @@ from .search import (
     search_scale,
     unit_of,
     weights_of,
+    weights_of_inputs,
 )
 
 
@@ -126,18 +127,31 @@ class _Store:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def encode_blocks(
-    array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, given: jax.Array | None
+    array: jax.Array,
+    spans: tuple[int, ...],
+    layout: Layout,
+    options: Options,
+    given: jax.Array | None,
+    importance: jax.Array | None = None,
 ) -> dict[str, Any]:
-    """The components of an array of this layout; `given` are scales to round by."""
+    """The components of an array of this layout.
+
+    `given` are scales to round by, `importance` the weights of squared errors in the search (see `weights_of_inputs`).
+    """
     array = lax.stop_gradient(array)
-    by_jax = functools.partial(_by_jax, spans=spans, layout=layout, options=options, given=given)
-    if options.search and not options.offset:
+    by_jax = functools.partial(_by_jax, spans=spans, layout=layout, options=options, given=given, importance=importance)
+    if options.search and not options.offset and importance is None:
         return encode("search", by_jax, array, spans=spans, layout=layout, options=options)
     return by_jax(array)
 
 
 def _by_jax(
-    array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, given: jax.Array | None = None
+    array: jax.Array,
+    spans: tuple[int, ...],
+    layout: Layout,
+    options: Options,
+    given: jax.Array | None = None,
+    importance: jax.Array | None = None,
 ) -> dict[str, Any]:
     array = array.astype(jnp.float32)
     largest = block_max(array, spans)
@@ -145,9 +159,9 @@ def _by_jax(
     array = jnp.where(spread(finite, spans, array.shape), array, 0)
     largest = jnp.where(finite, largest, 0)
     if options.offset:
-        found = _affine(array, spans, layout, options, largest)
+        found = _affine(array, spans, layout, options, largest, importance)
     else:
-        found = _symmetric(array, spans, layout, options, largest, given)
+        found = _symmetric(array, spans, layout, options, largest, given, importance)
     codes = found.pop("codes")
     if layout.scales is None:
         found["scales"] = jnp.where(finite, found["scales"], jnp.nan)
@@ -159,7 +173,13 @@ def _by_jax(
 
 
 def _symmetric(
-    array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, largest: jax.Array, given: Any
+    array: jax.Array,
+    spans: tuple[int, ...],
+    layout: Layout,
+    options: Options,
+    largest: jax.Array,
+    given: Any,
+    importance: Any,
 ) -> dict[str, jax.Array]:
     group_spans = layout.group_spans(spans, array.ndim) if layout.group else spans
     top = np.float32(layout.levels.largest)
@@ -176,7 +196,7 @@ def _symmetric(
     if given is not None:
         scales = store.round(given / unit)
     elif options.search and sum(span != 1 for span in spans) == 1:
-        scales = _searched(array, spans, largest / unit, layout, store)
+        scales = _searched(array, spans, largest / unit, layout, store, importance)
     else:
         scales = store.round(largest / unit * np.float32(1 / layout.anchor))
     codes = layout.levels.nearest(array * spread(reciprocal(scales), spans, array.shape))
@@ -196,7 +216,9 @@ def _group_max(values: jax.Array, spans: Sequence[int], group_spans: Sequence[in
     return jnp.max(values, axis=tuple(axes), keepdims=True)
 
 
-def _searched(array: jax.Array, spans: tuple[int, ...], largest: jax.Array, layout: Layout, store: _Store) -> jax.Array:
+def _searched(
+    array: jax.Array, spans: tuple[int, ...], largest: jax.Array, layout: Layout, store: _Store, importance: Any
+) -> jax.Array:
     axis = next(a for a in range(-len(spans), 0) if spans[a] != 1)
     blocks, mask, count = by_blocks(array, axis, spans[axis])
 
@@ -204,13 +226,15 @@ def _searched(array: jax.Array, spans: tuple[int, ...], largest: jax.Array, layo
         return jnp.moveaxis(scales, axis, -1)[..., None, None]
 
     weights = weights_of(blocks, mask, count, layout.weighting or "plain")
+    if importance is not None:
+        weights = weights_of_inputs(blocks, importance, axis, spans[axis], weights)
     store = dataclasses.replace(store, group=moved(store.group))
     scales = search_scale(blocks, weights, moved(largest), layout.levels, store.round, layout.is_signed)
     return joined(scales, axis, scales.shape[-3])
 
 
 def _affine(
-    array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, largest: jax.Array
+    array: jax.Array, spans: tuple[int, ...], layout: Layout, options: Options, largest: jax.Array, importance: Any
 ) -> dict[str, jax.Array]:
     unit = unit_of(largest)
     axis = next(a for a in range(-len(spans), 0) if spans[a] != 1)
@@ -224,6 +248,8 @@ def _affine(
 
     if options.search:
         weights = weights_of(blocks, mask, count, layout.weighting or "plain")
+        if importance is not None:
+            weights = weights_of_inputs(blocks, importance, axis, spans[axis], weights)
         scales, offsets = search_affine(blocks, weights, bounds, levels, rounded)
     else:
         scales, offsets = rounded((bounds[1] - bounds[0]) / (2**levels.bits - 1)), rounded(bounds[0])

@@ -61,6 +61,7 @@ class PackedArray(QuantizedArray):
         search: bool | None = None,
         scale_dtype: Any = None,
         scale: Any = None,
+        importance: Any = None,
     ) -> Self:
         """Quantize a dense array.
 
@@ -72,6 +73,8 @@ class PackedArray(QuantizedArray):
           format declares, along a single axis.
         - `scale_dtype`: of scales that are floats: float32, bfloat16 or float16.
         - `scale`: the scales to round by instead; values beyond them are clipped.
+        - `importance`: weights of squared errors in the search, with the number of axes of the array and size 1 along
+          its outputs; 0 for the default.
         """
         layout = layout_of(format_name)
         array = checked_input(array, format_name)
@@ -89,7 +92,7 @@ class PackedArray(QuantizedArray):
             offset, searches and search is not False, checked_scale_dtype(scale_dtype or np.float32, format_name)
         )
         options.check(layout, format_name)
-        components = encode_blocks(array, spans, layout, options, given)
+        components = encode_blocks(array, spans, layout, options, given, importance)
         quantized = cls.build(
             shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, affine=offset, **components
         )

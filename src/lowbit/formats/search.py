@@ -45,6 +45,18 @@ def weights_of(blocks: jax.Array, mask: jax.Array | None, count: np.ndarray, wei
     return weights if mask is None else weights * mask
 
 
+def weights_of_inputs(
+    blocks: jax.Array, importance: jax.Array, axis: int, span: int, otherwise: jax.Array
+) -> jax.Array:
+    """The weight of each squared error from the importance of inputs; `otherwise` where that is 0.
+
+    `importance` has the number of axes of the array, and size 1 along its outputs. Blocks are those of `by_blocks`.
+    """
+    split, mask, _ = by_blocks(importance, axis, span)
+    split = jnp.broadcast_to(split, blocks.shape)
+    return jnp.where(split > 0, split, otherwise) * (1 if mask is None else mask)
+
+
 def search_scale(
     blocks: jax.Array,
     weights: jax.Array,

@@ -34,6 +34,7 @@ class Found:
     - `vector`: not a weight matrix but a norm, a bias, or an array with one axis.
     - `told`: False if nothing is known about the leaf.
     - `multiplied`: False if the program uses it in no product.
+    - `stacked`: the axes, counted from the end, of layers and experts, each of which has inputs of its own.
     """
 
     axes: tuple[int, ...] | None
@@ -41,6 +42,7 @@ class Found:
     vector: bool = False
     told: bool = True
     multiplied: bool = True
+    stacked: tuple[int, ...] = ()
 
 
 def axes_by_name(path: str, shape: Sequence[int]) -> Found:
@@ -100,10 +102,11 @@ def _conclude(uses: "set[_Use]", shape: Sequence[int]) -> Found:
         return Found(None, f"fn contracts it along axes {axes}: choose one by a pattern with an axis")
     if summed:
         (axes,) = summed
-        return Found(tuple(a - ndim for a in axes), "fn")
+        stacked = {a for use in uses if use.kind == "stack" for a in use.axes if shape[a] > 1 and a not in axes}
+        return Found(tuple(a - ndim for a in axes), "fn", stacked=tuple(a - ndim for a in sorted(stacked)))
     if rows and ndim >= 2:
         return Found((-1,), "fn: rows are looked up")
-    others = sorted({use.kind for use in uses})
+    others = sorted({use.kind for use in uses if use.kind != "stack"})
     if not others:
         return Found(None, "fn does not use it", told=False)
     return Found(None, f"fn uses it in {', '.join(others)} only", multiplied=False)
@@ -178,10 +181,14 @@ class _Uses:
         if name in ("dot_general", "ragged_dot_general"):
             # Batch axes are stacked layers or experts, each with its own scales.
             dims = params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]
-            summed = (dims if name == "dot_general" else dims.dot_dimension_numbers)[0]
-            for side, axes in zip(views[:2], summed, strict=True):
+            summed, batch = dims if name == "dot_general" else dims.dot_dimension_numbers
+            groups = () if name == "dot_general" else dims.rhs_group_dimensions
+            for side, axes, stack in zip(views[:2], summed, (batch[0], (*batch[1], *groups)), strict=True):
                 self.note(side, "product", axes)
+                self.note(side, "stack", stack)
             return []
+        if name == "split":
+            return [views[0]] * len(eqn.outvars)
         if name == "concatenate":
             return [tuple(v for side in views for v in side)]
         if name == "mul" and not views[0] and math.prod(_shape(eqn.invars[0])) == 1:
@@ -201,6 +208,7 @@ class _Uses:
         if name == "transpose":
             return _View(view.leaf, tuple(view.axes[a] for a in params["permutation"]))
         if name == "squeeze":
+            self.note((view,), "stack", params["dimensions"])  # a layer by its number, if the leaf has more than one
             return _View(view.leaf, tuple(a for i, a in enumerate(view.axes) if i not in params["dimensions"]))
         if name == "broadcast_in_dim":
             place = {to: view.axes[i] for i, to in enumerate(params["broadcast_dimensions"])}
@@ -208,17 +216,21 @@ class _Uses:
         if name == "reshape":
             return _View(view.leaf, tuple(_regrouped(_shape(eqn.invars[0]), shape, view.axes)))
         if name == "dynamic_slice" and len(shape) > 2 and shape[1:] == _shape(eqn.invars[0])[1:]:
-            return view  # a layer of a stack
+            self.note((view,), "stack", (0,))
+            return view
         if name == "gather" and len(view.axes) > 2:
             dims = params["dimension_numbers"]
             whole = params["slice_sizes"][1:] == _shape(eqn.invars[0])[1:]
             if whole and dims.start_index_map == (0,) and dims.collapsed_slice_dims == (0,):
+                self.note((view,), "stack", (0,))
                 place = dict(zip(dims.offset_dims, view.axes[1:], strict=True))
                 return _View(view.leaf, tuple(place.get(i, ()) for i in range(len(shape))))
         return None
 
     def scan(self, scan: _compat.Scan, views: list[_Views]) -> Sequence[_Views]:
         rest = scan.num_consts + scan.num_carry
+        for side in views[rest:]:
+            self.note(side, "stack", (0,))
         layers = [tuple(_View(v.leaf, v.axes[1:]) for v in side) for side in views[rest:]]
         outs = self.walk(scan.body.jaxpr, [*views[:rest], *layers])
         stacked = [tuple(_View(v.leaf, ((), *v.axes)) for v in side) for side in outs[scan.num_carry :]]

@@ -6,12 +6,23 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowbit.runtime import is_implicit
 
 from .histogram import Histogram
 from .plan import Plan
+
+
+class Outputs(NamedTuple):
+    """What calibration did to a leaf: its output error without and with it, and what was done."""
+
+    before: float | None
+    after: float | None
+    how: str | None
+
+
+NOT_CALIBRATED = Outputs(None, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +35,8 @@ class Row:
     - `error`: relative error |stored - original| / |original|; None for a leaf that was kept, and under a trace.
     - `why`: how the axis was found, or why the leaf was kept.
     - `tied`: the path of an earlier leaf that is the same array; totals count it once.
+    - `output_before`, `output_after`: the output error |X (W - Q)|^2 / |X W|^2 on the calibration data, of the format
+      without calibration and as stored; None without calibration.
     """
 
     path: str
@@ -36,6 +49,8 @@ class Row:
     error: float | None
     why: str
     tied: str | None = None
+    output_before: float | None = None
+    output_after: float | None = None
 
     @property
     def size(self) -> int:
@@ -112,7 +127,7 @@ class Report:
         return _bits(self.after, self.size)
 
     def __str__(self) -> str:
-        table = [("path", "shape", "format", "axis", "bits", "MB", "error", "why")]
+        table: list[tuple[str, ...]] = [("path", "shape", "format", "axis", "bits", "MB", "error", "why")]
         for row in self.rows:
             table.append(
                 (
@@ -128,6 +143,9 @@ class Report:
             )
         change = f"from {_megabytes(self.before)} MB: {_change(self.before, self.after)}" if self.after else ""
         table.append(("total", f"{self.size:,}", "", "", f"{self.bits:.2f}", _megabytes(self.after), "", change))
+        if any(row.output_after is not None for row in self.rows):
+            cells = ["output error", *map(_outputs, self.rows), ""]
+            table = [(*line[:-1], cell, line[-1]) for line, cell in zip(table, cells, strict=True)]
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = [
             "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
@@ -153,7 +171,7 @@ class Report:
         data = {
             "title": title,
             "totals": {"before": self.before, "after": self.after, "size": self.size},
-            "rows": [row | {"error": _json_number(row["error"])} for row in self.as_dicts()],
+            "rows": [row | {name: _json_number(row[name]) for name in _NUMBERS} for row in self.as_dicts()],
             "histograms": [dataclasses.asdict(found) for found in self.histograms],
             "notes": self._all_notes(),
         }
@@ -170,11 +188,13 @@ class Report:
         return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width:100%;height:42rem;border:0"></iframe>'
 
 
-def row(path: str, before: Any, after: Any, plan: Plan, error: float | None) -> Row:
+def row(path: str, before: Any, after: Any, plan: Plan, error: float | None, outputs: Outputs = NOT_CALIBRATED) -> Row:
     """The row of the report for a leaf, given before and after."""
     sizes = array_bytes(before), array_bytes(after)
     name, axis = (None, None) if plan.config is None else (str(plan.config.dtype), plan.config.axis)
-    return Row(path, tuple(before.shape), str(before.dtype), name, axis, sizes[0], sizes[1], error, plan.why)
+    why = plan.why if outputs.how is None or name is None else f"{plan.why}; {outputs.how}"
+    own = Row(path, tuple(before.shape), str(before.dtype), name, axis, sizes[0], sizes[1], error, why)
+    return dataclasses.replace(own, output_before=outputs.before, output_after=outputs.after)
 
 
 def array_bytes(leaf: Any) -> int:
@@ -194,6 +214,17 @@ def worst(rows: Iterable[Row], count: int) -> list[Row]:
     known = [(row.error, row) for row in rows if row.format is not None and row.error is not None and row.tied is None]
     known.sort(key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0], reverse=True)
     return [row for _, row in known[:count]]
+
+
+# Fields of a row that may be NaN.
+_NUMBERS = ("error", "output_before", "output_after")
+
+
+def _outputs(row: Row) -> str:
+    """The output error before and after calibration."""
+    if row.output_before is None or row.output_after is None:
+        return "-"
+    return f"{row.output_before:.6f} -> {row.output_after:.6f}"
 
 
 def _json_number(value: float | None) -> float | str | None:

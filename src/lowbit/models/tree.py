@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from lowbit.config import QuantizationConfig, quantize
+from lowbit.config import QuantizationConfig, quantize, quantize_calibrated
+from lowbit.formats.moments import Moments
 from lowbit.ops.squares import squares
 from lowbit.runtime import is_implicit, materialize
 
 from .histogram import histogram
 from .patterns import Rules, naming, ordered_rules
 from .plan import SMALL, PlannedLeaf, plan_tree
-from .report import Report, Row, array_bytes, relative_error, row, worst
+from .report import NOT_CALIBRATED, Outputs, Report, Row, array_bytes, relative_error, row, worst
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ def quantize_tree(
     args: Sequence[Any] = (),
     strict: bool = False,
     scales: Any = None,
+    calibration: Mapping[str, Moments] | None = None,
     histograms: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[T, Report]:
@@ -45,6 +47,9 @@ def quantize_tree(
     - `strict`: raise if a pattern matches no leaf, or a leaf cannot be quantized as its pattern asks. By default the
       report says so.
     - `scales`: a tree from `learned_scales`, to quantize with and to store instead of scales computed from the weights.
+    - `calibration`: from `calibrate`, to quantize for the inputs that the weights are multiplied with: by GPTQ where it
+      has second moments, by a weighted search for scales where it has diagonals. The report has the output error before
+      and after. A leaf that it does not help is quantized without it.
     - `histograms`: how many of the leaves with the largest errors get a histogram in the report. Each costs a pass
       over the leaf.
     - `progress`: called as `progress(done, total)`, in bytes of the leaves given, at the start and after each leaf.
@@ -66,7 +71,9 @@ def quantize_tree(
     if any(rule.config is not None for rule in rules):
         _warn_of_dense_leaves(leaves, planned)
     _ = worst((), histograms)  # raises for a bad number before any work is done
-    stored, rows = _quantize_leaves(leaves, planned, progress)
+    if calibration is not None and scales is not None:
+        raise ValueError("calibration= chooses scales, and scales= has learned ones: pass one of them.")
+    stored, rows = _quantize_leaves(leaves, planned, progress, calibration)
     places = {leaf.path: leaf.place for leaf in planned}
     shown = [(row.path, leaves[places[row.path]], stored[places[row.path]]) for row in worst(rows, histograms)]
     # A process cannot count the values on the devices of another one.
@@ -91,20 +98,53 @@ def quantized(path: str, leaf: Any, config: QuantizationConfig, scale: Any = Non
         return jax.eval_shape(partial(quantize, config=config), leaf), None
     with naming(path):
         stored = quantize(leaf, config, scale=scale)
+    return stored, _error(stored, leaf)
+
+
+def _error(stored: Any, leaf: Any) -> float | None:
     traced = any(isinstance(component, Tracer) for component in jax.tree.leaves(stored))
-    return stored, None if traced else relative_error(*map(float, _squares(stored, leaf)))
+    return None if traced else relative_error(*map(float, _squares(stored, leaf)))
 
 
 _squares = jax.jit(lambda stored, array: [jnp.sum(rows) for rows in squares(stored, array)])
 
 
+def _calibrated(path: str, leaf: Any, config: QuantizationConfig, moments: Moments) -> tuple[Any, Any, Outputs]:
+    """Quantize a leaf with the moments of its inputs; also the relative error, and the errors of its outputs."""
+    with naming(path):
+        found = quantize_calibrated(leaf, config, moments)
+    if isinstance(found.before, Tracer):
+        return found.array, None, Outputs(None, None, "calibrated")
+    how = "GPTQ" if moments.hessian is not None else "scales for its inputs"
+    how = f"{how} did not help and is left out" if bool(found.kept) else how
+    return found.array, _error(found.array, leaf), Outputs(float(found.before), float(found.after), how)
+
+
+def _moments_of_arrays(
+    leaves: Sequence[Any], planned: Sequence[PlannedLeaf], calibration: Mapping[str, Moments] | None
+) -> dict[int, Moments]:
+    """The moments of each array by its id: an array that is several leaves has the inputs of them all."""
+    found: dict[int, Moments] = {}
+    for leaf in planned if calibration is not None else ():
+        array, moments = leaves[leaf.place], calibration.get(leaf.path) if calibration else None
+        if moments is not None and not isinstance(array, jax.ShapeDtypeStruct):
+            with naming(leaf.path):
+                found[id(array)] = found[id(array)].merged(moments) if id(array) in found else moments
+    return found
+
+
 def _quantize_leaves(
-    leaves: Sequence[Any], planned: Sequence[PlannedLeaf], progress: Callable[[int, int], None] | None
+    leaves: Sequence[Any],
+    planned: Sequence[PlannedLeaf],
+    progress: Callable[[int, int], None] | None,
+    calibration: Mapping[str, Moments] | None,
 ) -> tuple[list[Any], list[Row]]:
     """The leaves as planned, and their rows. Leaves that are the same array stay so if their plans are equal."""
     stored, rows = list(leaves), []
     done, total = 0, sum(array_bytes(leaves[leaf.place]) for leaf in planned)
-    results: dict[Any, dict[Any, Any]] = {}  # by array and scale, then by config: path, stored array, error
+    results: dict[Any, dict[Any, Any]] = {}  # by array and scale, then by config: path, stored array, errors
+    moments = _moments_of_arrays(leaves, planned, calibration)
+    missing = NOT_CALIBRATED if calibration is None else Outputs(None, None, "no statistic in the calibration")
     if progress is not None:
         progress(done, total)
     for leaf in planned:
@@ -115,10 +155,16 @@ def _quantize_leaves(
             if same:
                 plan = dataclasses.replace(plan, why=f"{plan.why}; no longer tied to {next(iter(same.values()))[0]}")
             config = plan.config
-            result = (array, None) if config is None else quantized(leaf.path, array, config, leaf.scale)
+            if config is None:
+                result = array, None, NOT_CALIBRATED
+            elif id(array) in moments:
+                result = _calibrated(leaf.path, array, config, moments[id(array)])
+            else:
+                result = *quantized(leaf.path, array, config, leaf.scale), missing
             same[config] = leaf.path, *result
-        _, stored[leaf.place], error = same[plan.config]
-        rows.append(dataclasses.replace(row(leaf.path, array, stored[leaf.place], plan, error), tied=tied))
+        _, stored[leaf.place], error, outputs = same[plan.config]
+        own = row(leaf.path, array, stored[leaf.place], plan, error, outputs)
+        rows.append(dataclasses.replace(own, tied=tied))
         done += array_bytes(array)
         if progress is not None:
             progress(done, total)

@@ -1,0 +1,1 @@
+"""Calibration: statistics of the inputs of every weight of a JAX program."""
