@@ -24,7 +24,7 @@ from lowbit.demo import evaluation, llama
 from lowbit.demo.language_model import LanguageModel, read, write
 from lowbit.demo.llama import LlamaConfig
 from lowbit.demo.model_file import demo_model_path
-from lowbit.io import GGUFFile
+from lowbit.io import GGUFFile, convert
 from lowbit.testing import dense_weights, equations
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "language_model.json"
@@ -273,6 +273,17 @@ def test_the_demo_ends_with_a_table(tiny: Path, tmp_path: Path) -> None:
     assert float(rows["binary"][1]) < float(rows["nf4"][1]) < float(rows["float32"][1])
     assert all(float(cells[i]) > 0 for cells in rows.values() for i in (2, 3, 6, 7))
     assert "are on a 4-bit grid already" in result.output
+
+
+def test_the_demo_shows_a_quantized_file_in_its_own_bits(tiny: Path, tmp_path: Path) -> None:
+    convert(tiny, tmp_path / "q8.gguf", type="Q8_0")
+    (tmp_path / "text.txt").write_text("a low road in the rain, " * 30)
+    result = run(
+        "demo", "--model", tmp_path / "q8.gguf", "--text", tmp_path / "text.txt", "--formats", "stored", "--tokens", 3
+    )
+    row = next(line for line in result.output.splitlines() if line.startswith("Q8_0, as stored  "))
+    bits, _, _, _, divergence, agreement, *_ = re.split("  +", row)[1:]
+    assert 8.5 < float(bits) < 10 and float(divergence) < 1e-5 and agreement == "100.0%"
 
 
 def test_generate_writes_as_the_model_says(tiny: Path) -> None:

@@ -316,11 +316,13 @@ def demo(
         typer.Option(metavar="PATH", help="Text to evaluate on. Default: 20 kB of prose in the package."),
     ] = None,
     formats: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="FORMAT,...", help="Formats to run, separated by commas; mix is q4 with an int8 embedding."
+            metavar="FORMAT,...",
+            help="Formats to run, separated by commas; stored is the file in its own bits, mix is q4 with an int8 "
+            "embedding. Default: stored,q4,q3,mix,nf4,int8,ternary,binary.",
         ),
-    ] = "q4,q3,mix,nf4,int8,ternary,binary",
+    ] = None,
     kv: KV = None,
     kv_k: KVK = None,
     kv_v: KVV = None,
@@ -333,7 +335,8 @@ def demo(
     with plain_errors():
         from lowbit.demo import evaluation, show
 
-        names = [name if name == show.MIX else written.known(name) for name in formats.split(",") if name]
+        asked = show.SHOWN if formats is None else [name for name in formats.split(",") if name]
+        names = [name if name in (show.STORED, show.MIX) else written.known(name) for name in asked]
         cache = written.cache_formats(kv, kv_k, kv_v)
         prose = evaluation.demo_text() if text is None else text.read_text("utf-8")
         show.run(_model_path(model), prose, formats=names, cache=cache, tokens=tokens)

@@ -1,7 +1,9 @@
 """The demo: one model in every format, its answers, and a table of quality, memory and speed."""
 
 import dataclasses
+import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import jax
 
 from lowbit import FORMATS, QuantizationConfig
 from lowbit.cli.progress import counted
+from lowbit.io import open_tensors
+from lowbit.io.readers import is_stored
 from lowbit.models.patterns import Rules
 
 from . import evaluation
@@ -16,9 +20,10 @@ from .evaluation import Quality, Reference, Speed, live_bytes
 from .language_model import LanguageModel
 from .llama import DENSE, Formats
 
-# The formats that are shown by default; "mix" is q4 with the embedding, which is also the output layer, in int8.
-MIX = "mix"
-SHOWN = ("q4", "q3", MIX, "nf4", "int8", "ternary", "binary")
+# The formats that are shown by default; "stored" is the file in its own bits, "mix" is q4 with the embedding, which is
+# also the output layer, in int8.
+STORED, MIX = "stored", "mix"
+SHOWN = (STORED, "q4", "q3", MIX, "nf4", "int8", "ternary", "binary")
 MIXED = {"*embed*": "int8", "*": "q4"}
 CONTINUED = "The capital of France is"
 ASKED = "What is gravity? Answer in one sentence."
@@ -52,34 +57,52 @@ def run(
     count = sum(map(len, windows))
     print(f"text   {len(text.encode()):,} bytes, sha256 {evaluation.checksum(text)}")
     print(f"       {count:,} tokens are evaluated, in {len(windows)} windows of {len(windows[0])}\n")
-    dense_bits = 8 * _nbytes(model) / _size(model)
+    size = _size(model)
     print("== float32")
     # The dense model can be freed after this.
     references = evaluation.references(model, windows)
-    results = [_measured("float32", model, dense_bits, windows, references, tokens)]
-    for name, config, kv in _runs(formats, cache):
+    results = [_measured("float32", model, size, windows, references, tokens)]
+    for name, config, kv in _runs(path, formats, cache):
         del model
         print(f"\n== {name}{_remark(name)}")
-        with counted("quantizing") as (progress, _):
-            model, report = LanguageModel.from_gguf(path).quantized(config, strict=True, progress=progress)
+        if config is None:
+            model = LanguageModel.from_file(path)
+        else:
+            with counted("quantizing") as (progress, _):
+                model, _ = LanguageModel.from_gguf(path).quantized(config, strict=True, progress=progress)
         model = dataclasses.replace(model, formats=kv)
-        results.append(_measured(name, model, report.bits, windows, references, tokens))
+        results.append(_measured(name, model, size, windows, references, tokens))
     print()
     print(table(results))
     print(f"\n{time.monotonic() - start:.0f} seconds")
     return results
 
 
-def _runs(formats: Sequence[str], cache: Formats | None) -> Iterator[tuple[str, Rules, Formats]]:
+def _runs(path: Path, formats: Sequence[str], cache: Formats | None) -> Iterator[tuple[str, Rules | None, Formats]]:
+    """The name of each run, how weights are quantized (None keeps the bits of the file), and the cache."""
     for name in formats:
         if name == MIX:
             yield "q4, embedding int8", MIXED, cache or DENSE
+            continue
+        if name == STORED:
+            if kind := _stored_type(path):
+                yield f"{kind}, as stored", None, cache or DENSE
             continue
         yield name, QuantizationConfig(name), cache or DENSE
         if name == "int8":
             yield "int8, blocks of 32", QuantizationConfig("int8", block_size=32), cache or DENSE
         if name == "q4" and cache is None:
             yield "q4, cache int8", QuantizationConfig("q4"), ("int8", "int8")
+
+
+def _stored_type(path: Path) -> str | None:
+    """The type of most quantized weights of a file; None if it is dense."""
+    file = open_tensors(path)
+    sizes: Counter[str] = Counter()
+    for name in file:
+        sizes[file.type(name)] += math.prod(file.shape(name)) * is_stored(file.type(name))
+    kind, size = sizes.most_common(1)[0]
+    return kind if size else None
 
 
 def table(results: Sequence[Result]) -> str:
@@ -122,7 +145,7 @@ def table(results: Sequence[Result]) -> str:
         "bits: per weight, over all parameters. peak MB: live JAX arrays while it generates, with the cache.",
         "KL: divergence from float32 in nats. top-1: share of tokens where both predict the same most likely token.",
         "The weights of this file are on a 4-bit grid already (Q4_1), so 4-bit formats lose less here than on a model",
-        "in full precision.",
+        "in full precision; as stored, nothing is lost.",
     ]
     return "\n".join([*rows, *notes])
 
@@ -130,7 +153,7 @@ def table(results: Sequence[Result]) -> str:
 def _measured(
     name: str,
     model: LanguageModel,
-    bits: float,
+    size: int,
     windows: Sequence[Sequence[int]],
     references: Sequence[Reference],
     tokens: int,
@@ -151,7 +174,7 @@ def _measured(
     _ = "".join(said(model.tokenizer.chat(ASKED)))
     speed = evaluation.speed(model, windows[0], tokens)
     quality = evaluation.quality(model, windows, references)
-    return Result(name, bits, _nbytes(model), peak, quality, speed, continuation)
+    return Result(name, 8 * _nbytes(model) / size, _nbytes(model), peak, quality, speed, continuation)
 
 
 def _megabytes(count: int) -> str:
