@@ -126,7 +126,8 @@ def the_index_is_read_like_a_file(path: Path, want: Any) -> None:
     result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(result.output)["tensors"]}
-    assert rows[name] == {"name": name, "shape": [K, N], "type": "nf4", "bytes": q.nbytes}
+    blocks = [{"axis": q.axis, "size": q.block_size}]
+    assert rows[name] == {"name": name, "shape": [K, N], "type": "nf4", "blocks": blocks, "bytes": q.nbytes}
 
 
 def one_process_restores_it(path: Path, want: Any, devices: int) -> None:
