@@ -1,6 +1,6 @@
 """Write the tables and the figure of the README and of the pages in docs, from benchmarks/results.
 
-python benchmarks/page.py [README] [formats] [performance] [sharding] [streaming] [training] [accelerators]
+python benchmarks/page.py [README] [formats] [performance] [sharding] [streaming] [training] [accelerators] [checkpoints]
 
 The figure needs matplotlib: pip install 'lowbit[plot]'
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from measure import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("README", "formats", "performance", "sharding", "streaming", "training", "accelerators")
+PAGES = ("README", "formats", "performance", "sharding", "streaming", "training", "accelerators", "checkpoints")
 # What the value of each format is, for the README.
 VALUES = {
     "int8": "code * scale",

@@ -13,7 +13,7 @@ def page(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mod
 
 
 @pytest.mark.parametrize(
-    "name", ["README", "formats", "performance", "sharding", "streaming", "training", "accelerators"]
+    "name", ["README", "formats", "performance", "sharding", "streaming", "training", "accelerators", "checkpoints"]
 )
 def test_tables_are_those_of_the_results(name: str, page: ModuleType) -> None:
     assert name in page.PAGES
