@@ -1,6 +1,8 @@
 """Write the tables and the figure of the README and of the pages in docs, from benchmarks/results.
 
-python benchmarks/page.py [README] [formats] [performance] [sharding] [streaming] [training] [accelerators] [checkpoints]
+python benchmarks/page.py [PAGE ...]
+
+PAGE: README, formats, performance, sharding, streaming, training, accelerators or checkpoints.
 
 The figure needs matplotlib: pip install 'lowbit[plot]'
 """
