@@ -88,8 +88,17 @@ def test_the_command_quantizes_to_what_the_target_holds(to: str, dense: Path, tm
         assert "quantization_config" not in config
     else:
         groups = config["quantization_config"]["config_groups"]
-        assert groups["group_0"]["targets"] == ["Linear"] and groups["group_0"]["weights"]["num_bits"] == 4
+        modules = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+        assert sorted(groups["group_0"]["targets"]) == sorted(modules)
+        assert groups["group_0"]["weights"]["num_bits"] == 4
         assert reader.type("model.embed_tokens.weight") == "F32"
+
+
+def test_a_dense_linear_layer_is_no_target(dense: Path, tmp_path: Path) -> None:
+    rules = {"*up_proj*": lowbit.QuantizationConfig("int4", axis=-1)}
+    convert(dense, tmp_path / "other", rules=rules, to="compressed-tensors")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())["quantization_config"]
+    assert [group["targets"] for group in config["config_groups"].values()] == [["model.layers.0.mlp.up_proj"]]
 
 
 def test_several_schemes_name_their_modules(dense: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _integers(array: Any, target: str) -> str:
         return f"it is {label}, not integers of {', '.join(map(str, _BITS[target]))} bits"
     if array.scale_codec is not None or array.scales.dtype not in (*_NARROW, DTYPES["F32"]):
         return f"the scales of {label} are codes, not floats"
-    if array.ndim < 2 or array.scale_axes not in ((-1,), ()):
+    if array.ndim < 2 or array.scale_axes != (-1,):
         return f"its scales lie along axis {array.axis}, not the last one, which {target} has as the inputs"
     if array.block_size and array.shape[-1] % array.block_size:
         return f"its rows of {array.shape[-1]} are not a multiple of its blocks of {array.block_size}"
@@ -132,9 +132,8 @@ def _compressed_config(weights: Mapping[str, Facts]) -> dict[str, Any]:
         facts = dict(kind)
         strategy = "group" if facts["group_size"] else "channel"
         weight = {"type": "int", "strategy": strategy, "actorder": None, "dynamic": False, **facts}
-        targets = ["Linear"] if len(kinds) == 1 else modules
         groups[f"group_{i}"] = {
-            "targets": targets,
+            "targets": modules,  # by name, since a linear layer that is not quantized would be one of "Linear" too
             "weights": weight,
             "input_activations": None,
             "output_activations": None,
