@@ -2,7 +2,7 @@
 
 python benchmarks/page.py [PAGE ...]
 
-PAGE: README, formats, performance, sharding, streaming, training, accelerators or checkpoints.
+PAGE: README, formats, performance, sharding, streaming, training, accelerators, checkpoints or quality.
 
 The figure needs matplotlib: pip install 'lowbit[plot]'
 """
@@ -15,7 +15,17 @@ from pathlib import Path
 from measure import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("README", "formats", "performance", "sharding", "streaming", "training", "accelerators", "checkpoints")
+PAGES = (
+    "README",
+    "formats",
+    "performance",
+    "sharding",
+    "streaming",
+    "training",
+    "accelerators",
+    "checkpoints",
+    "quality",
+)
 # What the value of each format is, for the README.
 VALUES = {
     "int8": "code * scale",
@@ -115,7 +125,9 @@ def three_digits(value: object) -> str:
 def shown(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.5f}" if 0 < value < 0.01 else f"{value:.0f}" if value >= 1e5 else f"{value:.2f}"
+    if 0 < value < 0.1:  # two digits would show different errors as equal
+        return f"{value:.5f}" if value < 0.01 else f"{value:.4f}"
+    return f"{value:.0f}" if value >= 1e5 else f"{value:.2f}"
 
 
 def qat_table(name: str) -> str:

@@ -13,7 +13,8 @@ def page(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mod
 
 
 @pytest.mark.parametrize(
-    "name", ["README", "formats", "performance", "sharding", "streaming", "training", "accelerators", "checkpoints"]
+    "name",
+    ["README", "formats", "performance", "sharding", "streaming", "training", "accelerators", "checkpoints", "quality"],
 )
 def test_tables_are_those_of_the_results(name: str, page: ModuleType) -> None:
     assert name in page.PAGES
