@@ -7,12 +7,13 @@
 namespace lowbit::LOWBIT_ISA {
 
 constexpr int kTileLanes = kTileVectors * kLanes;
-constexpr int64_t kPanelDepth = kLanes == 16 ? 128 : 256;  // along k: a tile's width of the panel stays in L1
+constexpr int64_t kPanelDepth = 256;  // along k: more would take too long to decode again, fewer to add to y
 
-// tile[r, :] = sum over k of a[r * a_row + k * a_step] * b[k, :]. Not inlined, so that all sums stay in registers.
-template <int kRows, int kWidth>
+// Calls done(r, sums) with sums = sum over k of a[r * a_row + k * a_step] * b[k, :], for each r. Not inlined, so that
+// all sums stay in registers.
+template <int kRows, int kWidth, typename Done>
 __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step,
-                                             const float* b, float* tile) {
+                                             const float* b, const Done& done) {
   F acc[kRows][kWidth];
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kWidth; ++i) acc[r][i] = zero();
@@ -25,9 +26,7 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
       for (int i = 0; i < kWidth; ++i) acc[r][i] = fma(v[i], factor, acc[r][i]);
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kWidth; ++i) store(tile + r * kWidth * kLanes + i * kLanes, acc[r][i]);
-  }
+  for (int r = 0; r < kRows; ++r) done(r, acc[r]);
 }
 
 // Decodes and scales a line of `rows` stored rows, in the decoder's order: vector i of row r goes to
@@ -85,7 +84,6 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
   const int64_t tasks = min(lines, parallel.threads() * (p.m >= 48 ? 4 : 2));
   parallel.each(tasks, [&](int64_t t) {
     alignas(64) float panel[kPanelDepth * kLine];
-    alignas(64) float tile_sums[kTileRows * kTileLanes];
     // A line is one or more tiles wide.
     int64_t vector_at[kVectors];
     for (int i = 0; i < kVectors; ++i) {
@@ -101,26 +99,24 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
           for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
             const float* a = packed + slab * p.m + begin * depth;
-            with_constant<kTileRows>(rows, [&](auto count) {
-              const float* b = panel + sub * kPanelDepth * kTileLanes;
-              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, b, tile_sums);
-            });
-            for (int64_t r = 0; r < rows; ++r) {
-              F sums[kTileVectors];
-              for (int i = 0; i < kTileVectors; ++i) sums[i] = load(tile_sums + r * kTileLanes + i * kLanes);
+            const int64_t columns = p.n - column;
+            const bool first = slab == 0;
+            const auto done = [y = y + begin * p.n + column, n = p.n, columns, first](int r, F sums[kTileVectors]) {
               for (int i = 0; i < kTileVectors; i += 2) D::order(sums + i);
-              for (int i = 0; i < kTileVectors; ++i) {
-                const int64_t n = column + i * kLanes;
-                if (n >= p.n) break;
-                float* out = y + (begin + r) * p.n + n;
-                const int64_t count = p.n - n;
-                if (count >= kLanes) {
-                  store(out, slab == 0 ? sums[i] : sums[i] + load(out));
+              for (int i = 0; i < kTileVectors && i * kLanes < columns; ++i) {
+                float* out = y + r * n + i * kLanes;
+                const int64_t left = columns - i * kLanes;
+                if (left >= kLanes) {
+                  store(out, first ? sums[i] : sums[i] + load(out));
                 } else {
-                  store(out, slab == 0 ? sums[i] : sums[i] + load(out, count), count);
+                  store(out, first ? sums[i] : sums[i] + load(out, left), left);
                 }
               }
-            }
+            };
+            with_constant<kTileRows>(rows, [&](auto count) {
+              const float* b = panel + sub * kPanelDepth * kTileLanes;
+              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, b, done);
+            });
           }
         }
       }
@@ -155,7 +151,6 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
   bool enough_memory = true;
   parallel.each(ceil_div(p.n, kStored), [&](int64_t block) {
     alignas(64) float panel[kStored * kDepth];
-    alignas(64) float tile_sums[kRows * kTile];
     const int64_t row = block * kStored, rows = min(kStored, p.n - row);
     float* sums = buffer<float>(Scratch::task_panel, kStored * width);
     if (sums == nullptr) {
@@ -173,13 +168,13 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const float* b = packed + slab * width + tile * steps * kTile;
         for (int64_t r = 0; r < rows; r += kRows) {
-          multiply_tile<kRows, kWidth>(steps, panel + r * kDepth, kDepth, 1, b, tile_sums);
-          for (int64_t i = 0; i < kRows; ++i) {
-            for (int64_t lane = 0; lane < kTile; lane += kLanes) {
-              float* sum = sums + (r + i) * width + tile * kTile + lane;
-              store(sum, load(sum) + load(tile_sums + i * kTile + lane));
+          const auto done = [out = sums + r * width + tile * kTile, width](int i, const F acc[kWidth]) {
+            for (int v = 0; v < kWidth; ++v) {
+              float* sum = out + i * width + v * kLanes;
+              store(sum, load(sum) + acc[v]);
             }
-          }
+          };
+          multiply_tile<kRows, kWidth>(steps, panel + r * kDepth, kDepth, 1, b, done);
         }
       }
     }
