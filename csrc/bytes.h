@@ -120,6 +120,12 @@ LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
   first = _mm512_permutex2var_ps(a, even, b);
   second = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
 }
+// The inverse
+LOWBIT_INLINE void join_pairs(F first, F second, F& a, F& b) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  a = _mm512_permutex2var_ps(first, low, second);
+  b = _mm512_permutex2var_ps(first, _mm512_add_epi32(low, _mm512_set1_epi32(8)), second);
+}
 // sums[i] += dot product of the four unsigned bytes w and signed bytes x in dword i
 LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
 #if defined(LOWBIT_EMULATE_AVX512)
@@ -190,6 +196,11 @@ LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
   first = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even), 0xd8));
   second = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(odd), 0xd8));
 }
+LOWBIT_INLINE void join_pairs(F first, F second, F& a, F& b) {
+  const F low = _mm256_unpacklo_ps(first, second), high = _mm256_unpackhi_ps(first, second);
+  a = _mm256_permute2f128_ps(low, high, 0x20);
+  b = _mm256_permute2f128_ps(low, high, 0x31);
+}
 // sums[i] += dot product of the two signed words in dword i
 LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
   // With intrinsics, GCC 12 computes the products of a whole tile first and runs out of registers.
@@ -253,6 +264,10 @@ LOWBIT_INLINE void transpose_parts(Bytes*, int) {}
 LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
   first = _mm_shuffle_ps(a, b, 0x88);
   second = _mm_shuffle_ps(a, b, 0xdd);
+}
+LOWBIT_INLINE void join_pairs(F first, F second, F& a, F& b) {
+  a = _mm_unpacklo_ps(first, second);
+  b = _mm_unpackhi_ps(first, second);
 }
 LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
   sums += reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(w), reinterpret_cast<__m128i>(x)));

@@ -310,12 +310,17 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
       }
     });
   });
-  for (int64_t m = 0; m < p.m; ++m) {
+  const auto add = [&](int64_t m) {
     for (int64_t n = 0; n < p.n; n += kLanes) {
       F total = load(sums + m * width + n);
       for (int64_t t = 1; t < tasks; ++t) total += load(sums + (t * p.m + m) * width + n);
       store(y + m * p.n + n, total, min(kLanes, p.n - n));
     }
+  };
+  if (p.m * p.n * tasks < kShareWork) {
+    for (int64_t m = 0; m < p.m; ++m) add(m);
+  } else {
+    parallel.each(p.m, add);
   }
   return enough_memory;
 }

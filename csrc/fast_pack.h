@@ -21,38 +21,52 @@ LOWBIT_INLINE void put_x(int8_t a, int8_t b, int8_t c, int8_t d, uint8_t* out) {
   }
 }
 
-// Quantizes one row of x to int8, with its seeds and scales [block][row].
+// The largest magnitude, as the bits of a float: without the sign they compare like the numbers, with infinity and NaN
+// on top.
+inline int32_t largest_bits(const float* x, int64_t count) {
+  const int64_t whole = count / kLanes * kLanes;
+  I tops{};
+  for (int64_t i = 0; i < whole; i += kLanes) tops = max(tops, as_ints(load(x + i)) & 0x7fffffff);
+  if (whole < count) tops = max(tops, as_ints(load(x + whole, count - whole)) & 0x7fffffff);
+  return largest(tops);
+}
+
+// q = x * factor, rounded; returns the sum.
+inline int32_t round_all(const float* x, int64_t count, F factor, int8_t* q) {
+  const int64_t whole = count / kLanes * kLanes;
+  I sum{};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const I rounded = round_to_int(load(x + i) * factor);
+    sum += rounded;
+    pack_codes<1>(rounded, reinterpret_cast<uint8_t*>(q + i));
+  }
+  if (whole < count) {
+    const I rounded = round_to_int(load(x + whole, count - whole) * factor);
+    sum += rounded;
+    uint8_t bytes[kLanes];
+    pack_codes<1>(rounded, bytes);
+    memcpy(q + whole, bytes, static_cast<size_t>(count - whole));
+  }
+  uint32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += static_cast<uint32_t>(sum[i]);
+  return static_cast<int32_t>(total);
+}
+
+// Quantizes one row of x to int8, with its scales [block][row] and seeds [span][row].
 template <typename D>
 void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, int64_t k, int64_t m, int64_t rows,
                   int8_t* q, int32_t* seeds, float* scales) {
   for (int64_t b = 0; b < tiling.blocks; ++b) {
     const int64_t begin = b * tiling.block, end = min(begin + tiling.block, k);
-    const int64_t whole = begin + (end - begin) / kLanes * kLanes, rest = end - whole;
-    // Without the sign, the bits of floats compare like the numbers, with infinity and NaN on top.
-    I tops{};
-    for (int64_t i = begin; i < whole; i += kLanes) tops = max(tops, as_ints(load(x + i)) & 0x7fffffff);
-    if (rest > 0) tops = max(tops, as_ints(load(x + whole, rest)) & 0x7fffffff);
-    const int32_t top_bits = largest(tops);
+    const int32_t top_bits = largest_bits(x + begin, end - begin);
     float top;
     memcpy(&top, &top_bits, 4);
     const bool finite = top_bits < 0x7f800000, zero = top < 0x1p-110f;
     const F factor = broadcast(finite && !zero ? 127.0f / top : 0.0f);
-    I sum{};
-    for (int64_t i = begin; i < whole; i += kLanes) {
-      const I rounded = round_to_int(load(x + i) * factor);
-      sum += rounded;
-      pack_codes<1>(rounded, reinterpret_cast<uint8_t*>(q + i));
+    for (int64_t at = begin; at < end; at += tiling.span) {
+      const int32_t sum = round_all(x + at, min(tiling.span, end - at), factor, q + at);
+      seeds[at / tiling.span * rows + m] = finite ? -decoder.offset() * sum : 0;
     }
-    if (rest > 0) {
-      const I rounded = round_to_int(load(x + whole, rest) * factor);
-      sum += rounded;
-      uint8_t bytes[kLanes];
-      pack_codes<1>(rounded, bytes);
-      memcpy(q + whole, bytes, static_cast<size_t>(rest));
-    }
-    uint32_t total = 0;
-    for (int i = 0; i < kLanes; ++i) total += static_cast<uint32_t>(sum[i]);
-    seeds[b * rows + m] = finite ? -decoder.offset() * static_cast<int32_t>(total) : 0;
     scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * decoder.unit();
   }
   memset(q + k, 0, static_cast<size_t>(tiling.slabs * tiling.slab - k));
@@ -61,7 +75,8 @@ void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, in
 // Writes the row to `packed`: [slab][row tile][group of 4 k][row of tile].
 template <typename D>
 void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t rows, const int8_t* q, uint8_t* packed) {
-  constexpr int kSize = x_bytes(D::kSmall), kRows = fast_rows(D::kSmall), kPer = D::kPerByte;
+  constexpr int kSize = x_bytes(D::kSmall), kPer = D::kPerByte;
+  const int64_t kRows = fast_rows(D::kSmall, tiling.blocked);
   const int64_t tile = m / kRows * kRows, tile_rows = min(kRows, rows - tile), groups = tiling.slab / 4;
   for (int64_t s = 0; s < tiling.slabs; ++s) {
     uint8_t* out = packed + ((s * rows + tile) * groups + m - tile) * kSize;
@@ -97,34 +112,77 @@ LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) 
   return panel + vector / kFastVectors * (depth / 4) * kGroupBytes + vector % kFastVectors * kBytes;
 }
 
+// Prefetches the rows of the next slab from left to right, a line at a time, while tiles of this one are decoded:
+// tiles are columns of memory, whose lines are far apart, and memory is fastest in the order of its addresses.
+class NextSlab {
+ public:
+  NextSlab(const Matrix& w, int64_t row, int64_t begin, int64_t end)
+      : at_(w.codes + row * w.w.row_bytes + begin), row_bytes_(w.w.row_bytes), width_(end - begin), left_(width_) {}
+
+  LOWBIT_INLINE void prefetch_four() {
+    if (left_ >= 256) {
+      for (int i = 0; i < 4; ++i) prefetch_far(at_ + 64 * i);
+      at_ += 256;
+      left_ -= 256;
+      return;
+    }
+    for (int i = 0; i < 4; ++i, at_ += 64, left_ -= 64) {
+      if (left_ <= 0) {
+        at_ += left_ + row_bytes_ - width_;
+        left_ += width_;
+      }
+      prefetch_far(at_);
+    }
+  }
+
+ private:
+  const uint8_t* at_;
+  int64_t row_bytes_, width_, left_;
+};
+
+// Decodes four rows of a tile.
+template <typename D>
+LOWBIT_INLINE void put_rows(const D& decoder, const uint8_t* const rows[4], int64_t depth, uint8_t* out) {
+  for (int part = 0; part < kTileBytes<D> / kBytes; ++part) {
+    Bytes v[4];
+    for (int i = 0; i < 4; ++i) v[i] = load_as<Bytes>(rows[i] + part * kBytes);
+    interleave_rows(v);
+    for (int j = 0; j < 4; ++j) {
+      const int first = (part * 4 + j) * D::kPerByte;
+      put_bytes(decoder, v[j], [&](int i) { return vector_in(out, depth, first + i); });
+    }
+  }
+}
+
 // For contracting the first axis: four stored rows at a time. Lane l of vector j * kPerByte + i is column
 // (j * kLanes + l) * kPerByte + i of the tile.
 template <typename D>
-void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
-  const int64_t byte = tile * kTileBytes, bytes = min(kTileBytes, w.w.row_bytes - byte);
+void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, int64_t tile, NextSlab& next,
+                   uint8_t* panel) {
+  const int64_t byte = tile * kTileBytes<D>, bytes = min(kTileBytes<D>, w.w.row_bytes - byte), step = w.w.row_bytes;
   const D decoder = shared;  // a copy that the stores cannot alias
-  alignas(64) uint8_t ends[4][kTileBytes] = {};
-  for (int64_t r = 0; r < depth; r += 4) {
-    const uint8_t* rows[4];
-    for (int i = 0; i < 4; ++i) {
-      rows[i] = w.bytes<D>(min(k + r + i, w.w.rows - 1), byte, bytes, ends[i]);
-      prefetch(rows[i] + kTileBytes);  // the tile to the right
-      if (bytes < kTileBytes && rows[i] != ends[i]) {
-        memcpy(ends[i], rows[i], static_cast<size_t>(bytes));
-        rows[i] = ends[i];
-      }
-    }
-    uint8_t* out = panel + r / 4 * kGroupBytes;
-    for (int part = 0; part < kTileBytes / kBytes; ++part) {
-      Bytes v[4];
-      for (int i = 0; i < 4; ++i) v[i] = load_as<Bytes>(rows[i] + part * kBytes);
-      interleave_rows(v);
-      for (int j = 0; j < 4; ++j) {
-        const int first = (part * 4 + j) * D::kPerByte;
-        put_bytes(decoder, v[j], [&](int i) { return vector_in(out, depth, first + i); });
-      }
+  NextSlab ahead = next;
+  int64_t r = 0;
+  if (bytes == kTileBytes<D> && !w.joined()) {
+    const uint8_t* from = w.codes + k * step + byte;
+    for (; r + 4 <= min(depth, w.w.rows - k); r += 4, from += 4 * step) {
+      const uint8_t* const rows[4] = {from, from + step, from + 2 * step, from + 3 * step};
+      for (int64_t i = 0; i < kTileBytes<D>; i += 64) ahead.prefetch_four();
+      put_rows(decoder, rows, depth, panel + r / 4 * kGroupBytes);
     }
   }
+  // The last rows, a short tile, and joined codes are copied.
+  alignas(64) uint8_t copies[4][kTileBytes<D>] = {};
+  const uint8_t* const rows[4] = {copies[0], copies[1], copies[2], copies[3]};
+  for (; r < depth; r += 4) {
+    for (int i = 0; i < 4; ++i) {
+      const uint8_t* from = w.bytes<D>(min(k + r + i, w.w.rows - 1), byte, bytes, copies[i]);
+      if (from != copies[i]) memcpy(copies[i], from, static_cast<size_t>(bytes));
+    }
+    ahead.prefetch_four();
+    put_rows(decoder, rows, depth, panel + r / 4 * kGroupBytes);
+  }
+  next = ahead;
 }
 
 // For contracting the last axis: a dword of each of kLanes stored rows at a time.
@@ -133,8 +191,8 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
   const D decoder = shared;
   constexpr int64_t kUnit = 4 * D::kPerByte;
   const int64_t byte = k / D::kPerByte, dwords = depth / kUnit;
-  for (int64_t vector = 0; vector < kTileBytes / kLanes; ++vector) {
-    const int64_t row = tile * kTileBytes + vector * kLanes;
+  for (int64_t vector = 0; vector < kTileBytes<D> / kLanes; ++vector) {
+    const int64_t row = tile * kTileBytes<D> + vector * kLanes;
     uint8_t* out = vector_in(panel, depth, vector);
     for (int64_t d = 0; d < dwords; d += kLanes) {
       const int64_t bytes = min(kBytes, w.w.row_bytes - byte - 4 * d);
@@ -158,22 +216,45 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
   }
 }
 
-// The scales of a tile for the block at k, in the order of the panel's columns, padded with zeros.
+// Whether the panel's scales lack a factor of their column, which multiplies the sums.
 template <typename D>
-void panel_scales(const Matrix& w, bool contract_last, int64_t k, int64_t tile, float* out) {
-  if (contract_last) {
-    for (int64_t i = 0; i < kTileBytes; ++i) {
-      const int64_t row = tile * kTileBytes + i;
-      float scale = 0;
-      if (row < w.w.rows) scale = *w.scales(row / w.w.row_span, k / w.w.col_span, 1, &scale);
-      out[i] = scale;
+LOWBIT_INLINE bool scales_later(const Matrix& w, bool contract_last) {
+  return D::kPerByte == 2 && !contract_last && w.has_factors(false);
+}
+
+// The scales of a tile for the span at k, if the last axis is contracted: `spans` of them, `step` floats apart.
+template <typename D>
+void panel_scales_last(const Matrix& w, int64_t k, int64_t spans, int64_t span, int64_t tile, int64_t step,
+                       float* out) {
+  float held[kMostSpans];
+  const int64_t first = k / w.w.col_span, count = min((spans - 1) * span / w.w.col_span + 1, w.w.scale_cols - first);
+  for (int64_t i = 0; i < kTileBytes<D>; ++i) {
+    const int64_t row = tile * kTileBytes<D> + i;
+    const float* scales = row < w.w.rows ? w.scales(row / w.w.row_span, first, count, held) : nullptr;
+    for (int64_t b = 0; b < spans; ++b) out[b * step + i] = scales == nullptr ? 0 : scales[b * span / w.w.col_span];
+  }
+}
+
+// The scales of a tile for the span at k, in the order of the panel's columns, padded with zeros.
+template <typename D>
+void panel_scales(const Matrix& w, int64_t k, int64_t tile, float* out) {
+  constexpr int64_t kPer = D::kPerByte, kColumns = kTileBytes<D> * kPer;
+  const int64_t row = k / w.w.row_span, column = tile * kColumns, count = min(kColumns, w.w.columns - column);
+  if (scales_later<D>(w, false)) {
+    const SmallFloats floats = w.small_scales();
+    const uint8_t* codes = w.scale_codes(row, column);
+    uint8_t ends[kColumns] = {};
+    if (count < kColumns) codes = static_cast<const uint8_t*>(memcpy(ends, codes, static_cast<size_t>(count)));
+    for (int64_t j = 0; j < kColumns; j += 2 * kLanes) {
+      F even, odd;
+      floats.pairs(codes + j, even, odd);
+      store(out + j, even);
+      store(out + j + kLanes, odd);
     }
     return;
   }
-  constexpr int64_t kPer = D::kPerByte, kColumns = kTileBytes * kPer;
-  const int64_t column = tile * kColumns, count = min(kColumns, w.w.columns - column);
   alignas(64) float buffer[kColumns];
-  const float* scales = w.scales(k / w.w.row_span, column, count, buffer);
+  const float* scales = w.scales(row, column, count, buffer);
   if (count < kColumns) {
     if (scales != buffer) memcpy(buffer, scales, static_cast<size_t>(count) * 4);
     memset(buffer + count, 0, static_cast<size_t>(kColumns - count) * 4);

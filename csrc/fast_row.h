@@ -16,7 +16,7 @@ constexpr int64_t kFewStrip = 256, kFewDepth = 64;
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
   if (!p.contract_last) return p.m <= kFewRows;
-  return p.m == 1 && (!tiling.blocked || tiling.block % (kBytes * D::kPerByte) == 0);
+  return p.m == 1 && (!tiling.blocked || tiling.span % (kBytes * D::kPerByte) == 0);
 }
 
 // x in int8: its rows, and their seeds and scales [block][m].
@@ -145,8 +145,8 @@ struct FastGroup {
 template <int kM, typename D>
 bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, const FewRows& x, int64_t begin,
                  int64_t end, float* sums) {
-  constexpr int64_t kColumns = kTileBytes * D::kPerByte;
-  const int64_t row_bytes = w.w.row_bytes, tiles = ceil_div(row_bytes, kTileBytes);
+  constexpr int64_t kColumns = kTileBytes<D> * D::kPerByte;
+  const int64_t row_bytes = w.w.row_bytes, tiles = ceil_div(row_bytes, kTileBytes<D>);
   const int64_t width = sums_width(kM, tiles * kColumns);
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
   float* scales = buffer<float>(Scratch::task_scales, width);
@@ -156,11 +156,11 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
   const bool whole = kM == 1 || w.joined();
   const int64_t depth = whole ? kFastGroup : kFewDepth, strip = whole ? row_bytes : kFewStrip;
   for (int64_t block = begin; block < end;) {
-    const int64_t block_end = min(end, (block / tiling.block + 1) * tiling.block);
+    const int64_t block_end = min(end, (block / tiling.span + 1) * tiling.span);
     int32_t seeds[kM] = {};
     FastSums to = {partial, sums, width, nullptr, x.scales + block / tiling.block * kM, seeds};
     if (tiling.blocked) {
-      for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, false, block, t, scales + t * kColumns);
+      for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, block, t, scales + t * kColumns);
       to.scales = scales;
     }
     for (int m = 0; kSeeded<D> && m < kM; ++m) {
@@ -190,7 +190,7 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
                 float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte;
   const int64_t width = sums_width(p.m, tiling.tiles * tiling.columns), size = p.m * width,
-                unit = tiling.blocked ? tiling.block : 64;
+                unit = tiling.blocked ? tiling.span : 64;
   const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n));
   float* sums = buffer<float>(Scratch::call_sums, shares.count * size + p.n);
   if (sums == nullptr) return false;
@@ -205,6 +205,10 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
   if (!enough_memory) return false;
   float* held = sums + shares.count * size;
   const float* scales = tiling.blocked ? nullptr : w.scales(0, 0, p.n, held);
+  if (tiling.blocked && scales_later<D>(w, false)) {
+    w.factors(false, 0, p.n, held);
+    scales = held;
+  }
   for (int64_t at = 0; at < size; at += kLanes) {
     F total = load(sums + at);
     for (int64_t t = 1; t < shares.count; ++t) total += load(sums + t * size + at);
@@ -235,22 +239,19 @@ __attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tili
                                          float* scaled, uint8_t* joined, float* y) {
   const D decoder = shared;
   constexpr int64_t kCodes = kBytes * D::kPerByte;
-  const int64_t row_bytes = w.w.row_bytes, span = max(w.w.col_span / tiling.block, 1);
+  const int64_t row_bytes = w.w.row_bytes, spans = max(w.w.col_span / tiling.span, 1);
   for (int64_t row = begin; row < end; ++row) {
-    const float* scales = w.scales(row, 0, w.w.scale_cols, scaled + tiling.blocks);
-    if (span == 1) {
-      for (int64_t b = 0; b < tiling.blocks; ++b) scaled[b] = x_scales[b] * scales[b];
-    } else {
-      for (int64_t b = 0; b < tiling.blocks; ++b) scaled[b] = x_scales[b] * scales[b / span];
-    }
+    const float* scales = w.scales(row, 0, w.w.scale_cols, scaled + tiling.spans);
+    const int64_t shared = tiling.block / tiling.span;
+    for (int64_t b = 0; b < tiling.spans; ++b) scaled[b] = x_scales[b / shared] * scales[b / spans];
     const uint8_t* bytes = w.rows<D>(row, 1, joined);
     const int8_t* from = x;
     int64_t left = row_bytes;
     F total = zero();
-    for (int64_t b = 0; b < tiling.blocks; ++b) {
+    for (int64_t b = 0; b < tiling.spans; ++b) {
       I sum{};
       if (kSeeded<D>) sum[0] = seeds[b];
-      for (int64_t c = 0; c < tiling.block && left > 0; c += kCodes, left -= kBytes, bytes += kBytes, from += kCodes) {
+      for (int64_t c = 0; c < tiling.span && left > 0; c += kCodes, left -= kBytes, bytes += kBytes, from += kCodes) {
         prefetch(bytes + kDotAhead);
         if (left >= kBytes) {
           add_chunk(decoder, sum, load_as<Bytes>(bytes), from);
@@ -278,7 +279,7 @@ bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, cons
   const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.k));
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
-    float* scaled = buffer<float>(Scratch::task_scales, tiling.blocks + p.w.scale_cols);
+    float* scaled = buffer<float>(Scratch::task_scales, tiling.spans + p.w.scale_cols);
     uint8_t* joined = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
     if (scaled == nullptr || joined == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
     fast_dots(decoder, tiling, w, x, row.seeds, row.scales, shares.begins[t], shares.begins[t + 1], scaled, joined, y);
@@ -289,11 +290,11 @@ bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, cons
 template <typename D>
 bool matmul_few_rows(const D& decoder, const Matmul& p, const FastTiling& tiling, const Parallel& parallel) {
   return each_product(p, parallel, [&](int64_t layer, const float* x, float* y, const Parallel& inner) {
-    const int64_t padded = tiling.slabs * tiling.slab, blocks = p.m * tiling.blocks;
-    float* scales = buffer<float>(Scratch::call_pack, blocks * 2 + ceil_div(p.m * padded, 4));
+    const int64_t padded = tiling.slabs * tiling.slab, blocks = p.m * tiling.blocks, spans = p.m * tiling.spans;
+    float* scales = buffer<float>(Scratch::call_pack, blocks + spans + ceil_div(p.m * padded, 4));
     if (scales == nullptr) return false;
     int32_t* seeds = reinterpret_cast<int32_t*>(scales + blocks);
-    int8_t* q = reinterpret_cast<int8_t*>(seeds + blocks);
+    int8_t* q = reinterpret_cast<int8_t*>(seeds + spans);
     for (int64_t m = 0; m < p.m; ++m) {
       quantize_row(decoder, tiling, x + m * p.k, p.k, m, p.m, q + m * padded, seeds, scales);
     }

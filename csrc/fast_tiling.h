@@ -7,22 +7,26 @@
 namespace lowbit::LOWBIT_ISA {
 
 constexpr int64_t kWholeRow = 65536;  // 128 * 127 * kWholeRow < 2^31
-constexpr int64_t kTileBytes = 64;    // of each stored row in a tile of columns: a cache line
+constexpr int64_t kShared = 256;      // of k that share a scale of x, if spans are shorter
+constexpr int64_t kMostSpans = 64;    // in a slab: of 16 or more, in at most 1024
+// Bytes of each stored row in a tile of columns: a cache line, or two if rows are long and often a power of two apart.
+template <typename D>
+constexpr int64_t kTileBytes = D::kPerByte <= 2 ? 128 : 64;
 
 // The register tile, the bytes that four values of x take, and the number of rows of x that need no panel.
 #if defined(LOWBIT_AVX512)
-constexpr int kFastVectors = 4;
+constexpr int kFastVectors = 4, kBlockedVectors = 2;
 constexpr int kFewRows = 1;
-constexpr int fast_rows(bool) { return 6; }
+constexpr int fast_rows(bool, bool) { return 6; }
 constexpr int x_bytes(bool) { return 4; }
 #elif defined(LOWBIT_AVX2)
-constexpr int kFastVectors = 2;
+constexpr int kFastVectors = 2, kBlockedVectors = 2;
 constexpr int kFewRows = 4;
-constexpr int fast_rows(bool small) { return small ? 6 : 4; }
+constexpr int fast_rows(bool small, bool blocked) { return small && !blocked ? 6 : 4; }
 constexpr int x_bytes(bool small) { return small ? 4 : 8; }
 #else
-constexpr int kFastVectors = 2;
-constexpr int fast_rows(bool) { return 4; }
+constexpr int kFastVectors = 2, kBlockedVectors = 2;
+constexpr int fast_rows(bool, bool) { return 4; }
 constexpr int x_bytes(bool) { return 8; }
 #endif
 constexpr int kFastColumns = kFastVectors * kLanes;
@@ -33,7 +37,9 @@ struct FastTiling {
   int64_t unit;   // of k decoded at once: in a dword of stored bytes (last axis contracted) or four rows
   int64_t block;  // of k that share a scale of x
   int64_t blocks;
-  int64_t slab;  // of k in a panel; a multiple of the block if blocked
+  int64_t span;  // of k that share a scale of the weights, or less; divides the block
+  int64_t spans;
+  int64_t slab;  // of k in a panel; if blocked, it has whole spans of one block
   int64_t slabs;
   int64_t columns;  // in a tile
   int64_t tiles;    // of all columns
@@ -47,17 +53,22 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
   if (across != 1 || p.k == 0) return false;
   tiling.unit = p.contract_last ? 4 * D::kPerByte : 4;
   tiling.blocked = along < p.k || p.k > kWholeRow;
-  tiling.block = tiling.blocked ? along : round_up(p.k, tiling.unit);
-  if (tiling.blocked && tiling.block > 512) {
-    for (tiling.block = 512; along < p.k && along % tiling.block != 0; tiling.block /= 2) {
+  tiling.span = tiling.blocked ? along : round_up(p.k, tiling.unit);
+  if (tiling.blocked && tiling.span > 512) {
+    for (tiling.span = 512; along < p.k && along % tiling.span != 0; tiling.span /= 2) {
     }
   }
-  if (tiling.block % tiling.unit != 0 || (tiling.blocked && tiling.block < 16)) return false;
+  if (tiling.span % tiling.unit != 0 || (tiling.blocked && tiling.span < 16)) return false;
+  const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : p.m <= 4 ? 64 : p.m <= 16 ? 128 : 256;
+  // Several spans share a scale of x, so that it multiplies their sum.
+  tiling.block = tiling.blocked ? max(max(depth, kShared) / tiling.span, 1) * tiling.span : tiling.span;
   tiling.blocks = ceil_div(p.k, tiling.block);
-  const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : p.m <= 4 ? 64 : 256;
-  tiling.slab = tiling.blocked ? max(depth / tiling.block, 1) * tiling.block : min(depth, tiling.block);
+  tiling.spans = ceil_div(p.k, tiling.span);
+  // A slab is a part of a block, and has whole spans.
+  const bool divides = tiling.block % depth == 0 && (!tiling.blocked || depth % tiling.span == 0);
+  tiling.slab = tiling.blocked && !divides ? tiling.block : min(depth, tiling.block);
   tiling.slabs = ceil_div(p.k, tiling.slab);
-  tiling.columns = p.contract_last ? kTileBytes : kTileBytes * D::kPerByte;
+  tiling.columns = p.contract_last ? kTileBytes<D> : kTileBytes<D> * D::kPerByte;
   tiling.tiles = ceil_div(p.n, tiling.columns);
   return true;
 }

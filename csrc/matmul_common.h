@@ -39,7 +39,8 @@ struct Shares {
   int64_t begins[kMost + 1];
 
   Shares(int64_t units, int64_t threads, int64_t least) {
-    least = threads == 1 ? units : max(least, ceil_div(units, kMost));
+    // A share may have sums of its own, which are added at the end.
+    least = threads == 1 ? units : max(max(least, ceil_div(units, 8 * threads)), ceil_div(units, kMost));
     for (int64_t at = 0; at < units; ++count) {
       begins[count] = at;
       at += min(max((units - at) / (2 * threads), least), units - at);

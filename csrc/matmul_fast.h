@@ -29,9 +29,10 @@ bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel)
   if (few_rows_fit<D>(p, tiling)) return matmul_few_rows(decoder, p, tiling, parallel);
 #endif
   const int64_t padded = tiling.slabs * tiling.slab, x_size = p.m * padded / 4 * x_bytes(D::kSmall);
-  const int64_t x_scales = tiling.blocks * p.m;
+  const int64_t x_scales = tiling.blocks * p.m, x_seeds = tiling.spans * p.m;
   uint8_t* packed = static_cast<uint8_t*>(scratch(Scratch::call_pack, static_cast<size_t>(p.batch * x_size)));
-  float* scales = static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(p.batch * x_scales) * 8));
+  float* scales =
+      static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(p.batch * (x_scales + x_seeds)) * 4));
   if (packed == nullptr || scales == nullptr) return false;
   int32_t* seeds = reinterpret_cast<int32_t*>(scales + p.batch * x_scales);
   bool enough_memory = true;
@@ -52,7 +53,7 @@ bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel)
     }
     const int64_t b = row / p.m;
     int8_t* q = reinterpret_cast<int8_t*>(wide + p.k);
-    quantize_row(decoder, tiling, x, p.k, row % p.m, p.m, q, seeds + b * x_scales, scales + b * x_scales);
+    quantize_row(decoder, tiling, x, p.k, row % p.m, p.m, q, seeds + b * x_seeds, scales + b * x_scales);
     pack_row<D>(tiling, p.contract_last, row % p.m, p.m, q, packed + b * x_size);
     return true;
   });
@@ -63,7 +64,7 @@ bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel)
   each(p.batch * runs, p.batch * p.m * p.k * p.n < 300000, [&](int64_t i) {
     const int64_t b = i / runs, begin = i % runs * run, end = min(begin + run, tiling.tiles);
     const Matrix w(p.w, min(max(p.index[b], 0), p.w.layers - 1));
-    const FastX x{packed + b * x_size, seeds + b * x_scales, scales + b * x_scales};
+    const FastX x{packed + b * x_size, seeds + b * x_seeds, scales + b * x_scales};
     return tiling.blocked ? fast_tiles<true>(decoder, p, tiling, w, x, b, begin, end)
                           : fast_tiles<false>(decoder, p, tiling, w, x, b, begin, end);
   });

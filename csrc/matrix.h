@@ -141,6 +141,25 @@ struct Matrix {
     return out;
   }
 
+  LOWBIT_INLINE const uint8_t* scale_codes(int64_t row, int64_t col) const {
+    return static_cast<const uint8_t*>(w.scales) + (scale_layer * w.scale_rows + row) * w.scale_cols + col;
+  }
+
+  // Whether a scale is a small float times a factor that is the same along the rows or, if `last`, the columns: a
+  // product can multiply by the factor at the end.
+  LOWBIT_INLINE bool has_factors(bool last) const {
+    if (w.scale_type != ScaleType::signed8 && w.scale_type != ScaleType::e4m3) return false;
+    return w.group_scales == nullptr || (last ? w.group_col_step : w.group_row_step) == 0;
+  }
+  LOWBIT_INLINE SmallFloats small_scales() const { return w.scale_type == ScaleType::signed8 ? signed8() : e4m3(); }
+  // out[i] = the factor of the stored row or column `from + i` of scales
+  void factors(bool last, int64_t from, int64_t count, float* out) const {
+    const float unit = small_scales().unit;
+    const float* group = w.group_scales == nullptr ? nullptr : w.group_scales + scale_layer * w.group_layer_step;
+    const int64_t step = last ? w.group_row_step : w.group_col_step;
+    for (int64_t i = 0; i < count; ++i) out[i] = group == nullptr ? unit : unit * group[(from + i) * step];
+  }
+
   LOWBIT_INLINE float scale(int64_t row, int64_t col) const {
     float value = 0;
     return *scales(row, col, 1, &value);

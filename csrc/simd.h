@@ -162,6 +162,7 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
 constexpr int kTileRows = 6;
 
 LOWBIT_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+LOWBIT_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // to L2
 
 LOWBIT_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 LOWBIT_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -6,6 +6,8 @@
 
 namespace lowbit::LOWBIT_ISA {
 
+using HalfWords = uint16_t __attribute__((vector_size(sizeof(F) / 2)));  // kLanes of them
+
 struct SmallFloats {
   int shift;     // from the magnitude to float16: 10 less the bits of the mantissa
   float unit;    // 2^(15 - bias): float16 has a larger bias
@@ -27,6 +29,16 @@ struct SmallFloats {
   }
 #endif
 
+  // 2 * kLanes of them, the even and the odd ones apart, as float32 that is too small by `unit`.
+  LOWBIT_INLINE void pairs(const uint8_t* codes, F& even, F& odd) const {
+    const HalfWords words = load_as<HalfWords>(codes);
+    uint16_t half[2][kLanes];
+    store_as(half[0], half_of_high_bytes(words << 8));
+    store_as(half[1], half_of_high_bytes(words & 0xff00));
+    even = load_f16(half[0]);
+    odd = load_f16(half[1]);
+  }
+
   // kLanes of them, as float32. The conversion from float16 keeps subnormal numbers, also where others are flushed.
   LOWBIT_INLINE F decode(const uint8_t* codes) const {
 #if defined(LOWBIT_AVX512)
@@ -44,6 +56,16 @@ struct SmallFloats {
     }
     return load_f16(half) * broadcast(unit);
 #endif
+  }
+
+ private:
+  LOWBIT_INLINE HalfWords half_of_high_bytes(HalfWords codes) const {
+    const HalfWords magnitude = (codes & 0x7f00) >> static_cast<uint16_t>(8 - shift);
+    const HalfWords top = HalfWords{} + static_cast<uint16_t>(nan_from << shift);
+    const HalfWords code = HalfWords{} + static_cast<uint16_t>(nan_code << 8);
+    const HalfWords is_nan =
+        nan_code < 0 ? reinterpret_cast<HalfWords>(magnitude >= top) : reinterpret_cast<HalfWords>(codes == code);
+    return (codes & 0x8000) | magnitude | (is_nan & 0x7e00);
   }
 };
 
