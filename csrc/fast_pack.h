@@ -6,6 +6,10 @@
 
 namespace lowbit::LOWBIT_ISA {
 
+// Whether levels have their offset in the panel; then sums start at minus its contribution.
+template <typename D>
+constexpr bool kOffsetInPanel = D::kSmall || !kSignedPanel;
+
 // ---- x to int8
 
 // Stores four values of x in the order that the dot products need.
@@ -52,7 +56,7 @@ void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, in
     }
     uint32_t total = 0;
     for (int i = 0; i < kLanes; ++i) total += static_cast<uint32_t>(sum[i]);
-    seeds[b * rows + m] = finite ? -decoder.offset() * static_cast<int32_t>(total) : 0;
+    seeds[b * rows + m] = finite && kOffsetInPanel<D> ? -decoder.offset() * static_cast<int32_t>(total) : 0;
     scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * decoder.unit();
   }
   memset(q + k, 0, static_cast<size_t>(tiling.slabs * tiling.slab - k));
@@ -86,7 +90,11 @@ void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t r
 template <int i = 0, typename D, typename Place>
 LOWBIT_INLINE void put_bytes(const D& decoder, Bytes codes, const Place& place) {
   if constexpr (i < D::kPerByte) {
-    store_as(place(i), decoder.template bytes<i>(codes));
+    if constexpr (kOffsetInPanel<D>) {
+      store_as(place(i), decoder.template bytes<i>(codes));
+    } else {
+      store_as(place(i), decoder.template signed_bytes<i>(codes));
+    }
     put_bytes<i + 1>(decoder, codes, place);
   }
 }

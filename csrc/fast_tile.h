@@ -45,13 +45,13 @@ LOWBIT_INLINE void add_small_products(I (&sums)[kRows][kFastVectors], int v, con
 template <int kRows, bool kSmall>
 LOWBIT_INLINE void add_products(I (&sums)[kRows][kFastVectors], const uint8_t* panel, const uint8_t* x, int64_t groups,
                                 [[maybe_unused]] int64_t fit) {
-#if defined(LOWBIT_AVX512)
+#if defined(LOWBIT_TILE_DOTS)
   for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes, x += kRows * 4) {
     Bytes w[kFastVectors];
     for (int v = 0; v < kFastVectors; ++v) w[v] = load_as<Bytes>(panel + v * kBytes);
     for (int r = 0; r < kRows; ++r) {
       const I multiplier = splat(x + r * 4);
-      for (int v = 0; v < kFastVectors; ++v) add_dots(sums[r][v], w[v], multiplier);
+      for (int v = 0; v < kFastVectors; ++v) add_dots<kSmall>(sums[r][v], w[v], multiplier);
     }
   }
 #else

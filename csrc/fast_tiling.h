@@ -10,7 +10,16 @@ constexpr int64_t kWholeRow = 65536;  // 128 * 127 * kWholeRow < 2^31
 constexpr int64_t kTileBytes = 64;    // of each stored row in a tile of columns: a cache line
 
 // The register tile, the bytes that four values of x take, and the number of rows of x that need no panel.
-#if defined(LOWBIT_AVX512)
+#if defined(LOWBIT_NEON)
+constexpr int kFastVectors = 4;
+constexpr int kFewRows = 1;
+#if defined(LOWBIT_NEON_DOT)
+constexpr int fast_rows(bool) { return 6; }
+#else
+constexpr int fast_rows(bool) { return 4; }  // products take registers, too
+#endif
+constexpr int x_bytes(bool) { return 4; }
+#elif defined(LOWBIT_AVX512)
 constexpr int kFastVectors = 4;
 constexpr int kFewRows = 1;
 constexpr int fast_rows(bool) { return 6; }
@@ -24,6 +33,11 @@ constexpr int x_bytes(bool small) { return small ? 4 : 8; }
 constexpr int kFastVectors = 2;
 constexpr int fast_rows(bool) { return 4; }
 constexpr int x_bytes(bool) { return 8; }
+#endif
+#if defined(LOWBIT_NEON)
+constexpr bool kSignedPanel = true;
+#else
+constexpr bool kSignedPanel = false;
 #endif
 constexpr int kFastColumns = kFastVectors * kLanes;
 

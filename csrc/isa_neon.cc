@@ -1,0 +1,3 @@
+#define LOWBIT_ISA neon
+#define LOWBIT_NEON
+#include "isa.h"
