@@ -248,7 +248,7 @@ struct Fp8Vectors : InOrder {
     }
 #elif defined(LOWBIT_NEON)
     for (int i = 0; i < kVectors; i += 2) {
-      const float16x8_t half = floats.half_of_8(vld1_u8(bytes + i * kLanes));
+      const float16x8_t half = floats.half_of_8<false>(vld1_u8(bytes + i * kLanes));
       v[i] = vcvt_f32_f16(vget_low_f16(half)) * broadcast(floats.unit);
       v[i + 1] = vcvt_high_f32_f16(half) * broadcast(floats.unit);
     }

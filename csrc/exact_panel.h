@@ -14,17 +14,20 @@ template <int kRows, int kWidth>
 __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step,
                                              const float* b, float* tile) {
   F acc[kRows][kWidth];
+#pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kWidth; ++i) acc[r][i] = zero();
   }
   for (int64_t k = 0; k < depth; ++k) {
     F v[kWidth];
     for (int i = 0; i < kWidth; ++i) v[i] = load(b + k * kWidth * kLanes + i * kLanes);
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const F factor = broadcast(a[r * a_row + k * a_step]);
       for (int i = 0; i < kWidth; ++i) acc[r][i] = fma(v[i], factor, acc[r][i]);
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kWidth; ++i) store(tile + r * kWidth * kLanes + i * kLanes, acc[r][i]);
   }

@@ -113,8 +113,8 @@ void run(lowbit::wire::Pipe& pipe, void* library) {
   frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args.size()), arg_types.data(), args.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets.size()), ret_types.data(), rets.data()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,      static_cast<int64_t>(attrs.size()),
-                 types.data(),          names.data(), attrs.data()};
+  frame.attrs = {
+      XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(attrs.size()), types.data(), names.data(), attrs.data()};
   const auto handler = reinterpret_cast<XLA_FFI_Handler*>(dlsym(library, name.c_str()));
   if (handler == nullptr) throw std::runtime_error("the library has no " + name);
   const std::unique_ptr<XLA_FFI_Error> error(handler(&frame));

@@ -1,3 +1,0 @@
-#define LOWBIT_ISA neon
-#define LOWBIT_NEON
-#include "isa.h"

@@ -1,4 +1,0 @@
-#define LOWBIT_ISA neon_dot
-#define LOWBIT_NEON
-#define LOWBIT_NEON_DOT
-#include "isa.h"
