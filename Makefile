@@ -21,8 +21,8 @@ JOBS ?= 2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
 .PRECIOUS: .venv-jax-%/test
-.PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot test-gpu-aot sanitize fuzz stream \
-  train-examples docs format clean
+.PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot test-gpu-aot test-arm sanitize-arm \
+  wheels sanitize fuzz stream train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -81,7 +81,7 @@ endif
 test-all:
 	$(MAKE) test LAYOUTS=all EXAMPLES=100
 	$(MAKE) $(addprefix tests-jax-,$(BETWEEN)) LAYOUTS=one
-	$(MAKE) test-browser test-gpu-aot sanitize fuzz stream
+	$(MAKE) test-browser test-gpu-aot test-arm sanitize-arm wheels sanitize fuzz stream
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
 CHROMIUM ?= chromium
@@ -101,6 +101,58 @@ sanitize: $(VENV)/test
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python -m pytest -q tests/test_native.py tests/test_native_encode.py
+
+# The kernels for 64-bit ARM without the machine: Debian's cross compiler builds the library, and the kernel tests run on
+# it in an emulator. JAX and the tests run on this machine; tests/arm/proxy.cc sends each call to the emulated library.
+ARM := build/arm
+ARM_TOOLS := aarch64-linux-gnu-g++ qemu-aarch64-static
+ARM_PACKAGES := g++-aarch64-linux-gnu qemu-user-static
+FFI_HEADERS = $$($(VENV)/bin/python -c 'import jax; print(jax.ffi.include_dir())')
+ARM_CMAKE = $(VENV)/bin/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$PWD/$(VENV)/bin/ninja -DLOWBIT_WERROR=ON \
+  -DCMAKE_TOOLCHAIN_FILE=$$PWD/tests/arm/toolchain.cmake -DXLA_FFI_INCLUDE_DIR=$(FFI_HEADERS)
+ON_ARM = LOWBIT_LIBRARY=$(ARM)/proxy.so $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadfile \
+  tests/test_native.py tests/test_native_encode.py
+EMULATED := qemu-aarch64-static -L /usr/aarch64-linux-gnu
+
+test-arm: $(ARM)/tools
+	$(ARM_CMAKE) -B $(ARM) && $(VENV)/bin/cmake --build $(ARM)
+	aarch64-linux-gnu-g++ -std=c++17 -O1 -isystem $(FFI_HEADERS) tests/arm/host.cc -o $(ARM)/host -ldl -pthread
+	LOWBIT_TEST_ISA=neon_dot,generic \
+	  LOWBIT_ARM_HOST="$(EMULATED) -cpu neoverse-n1 $(ARM)/host $(ARM)/lowbit_native.so" $(ON_ARM)
+	LOWBIT_TEST_ISA=neon LOWBIT_ARM_HOST="$(EMULATED) -cpu cortex-a72 $(ARM)/host $(ARM)/lowbit_native.so" $(ON_ARM)
+
+# The same with sanitizers.
+sanitize-arm: $(ARM)/tools
+	$(ARM_CMAKE) -B $(ARM)-sanitize -DLOWBIT_SANITIZE=ON && $(VENV)/bin/cmake --build $(ARM)-sanitize
+	aarch64-linux-gnu-g++ -std=c++17 -O1 -fsanitize=address,undefined -isystem $(FFI_HEADERS) tests/arm/host.cc \
+	  -o $(ARM)-sanitize/host -ldl -pthread
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 LOWBIT_TEST_ISA=neon_dot,neon \
+	  LOWBIT_ARM_HOST="$(EMULATED) $(ARM)-sanitize/host $(ARM)-sanitize/lowbit_native.so" $(ON_ARM)
+
+$(ARM)/tools: $(VENV)/test tests/arm/proxy.cc tests/arm/wire.h
+	{ command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64-static; } || { apt-get update -q && apt-get install -qy --no-install-recommends $(ARM_PACKAGES); } || { \
+	  echo "make test-arm needs $(ARM_TOOLS) (Debian: $(ARM_PACKAGES)), and apt-get could not install them." >&2; exit 1; }
+	$(VENV)/bin/python $(PIP) cmake ninja
+	mkdir -p $(ARM)
+	$(CXX) -std=c++17 -O1 -shared -fPIC -isystem $(FFI_HEADERS) tests/arm/proxy.cc -o $(ARM)/proxy.so
+	touch $@
+
+# Wheels for Linux on x86-64 and ARM, installed into an empty environment without a compiler and tried; the one for ARM in
+# an emulator, with Debian's Python and the jaxlib for ARM.
+TRY_WHEEL := import lowbit, jax.numpy as jnp; y = jnp.ones((2, 64)) @ lowbit.ArrayNF4(jnp.ones((64, 32))); \
+  print(lowbit.__file__, y[0, 0], lowbit.kernels.cpu.instruction_set()); assert lowbit.kernels.cpu.instruction_set()
+wheels: $(ARM)/tools
+	$(VENV)/bin/python $(PIP) ziglang auditwheel wheel
+	rm -rf dist/wheels
+	PATH="$$PWD/$(VENV)/bin:$$PATH" $(VENV)/bin/python wheels/build.py x86_64 aarch64
+	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \
+	$(PYTHON) -m venv $$dir/venv; \
+	PATH=$$dir/venv/bin CC=/none CXX=/none $$dir/venv/bin/python -m pip install -q --disable-pip-version-check \
+	  --only-binary=:all: dist/wheels/*x86_64.whl; \
+	(cd $$dir && PATH= venv/bin/python -c "$(TRY_WHEEL)")
+	PYTHON=$(VENV)/bin/python wheels/python_arm.sh build/python-arm jax==0.7.2 dist/wheels/*aarch64.whl
+	PYTHONPATH=build/python-arm/site qemu-aarch64-static -cpu neoverse-n1 -L build/python-arm/root \
+	  build/python-arm/root/usr/bin/python3 -c "$(TRY_WHEEL)"
 
 # Changed files for every reader, 100,000 of them.
 fuzz: $(VENV)/test

@@ -226,7 +226,7 @@ LOWBIT_INLINE Words small_dots(Bytes a, I b) {
   return reinterpret_cast<Words>(_mm256_maddubs_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 }
 
-#else
+#elif !defined(LOWBIT_NEON)
 
 LOWBIT_INLINE int32_t largest(I a) {
   const int64_t low = max(int64_t{a[0]}, a[1]), high = max(int64_t{a[2]}, a[3]);
@@ -235,8 +235,9 @@ LOWBIT_INLINE int32_t largest(I a) {
 LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
   return F{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
 }
-LOWBIT_INLINE I round_to_int(F a) { return reinterpret_cast<I>(_mm_cvtps_epi32(a)); }
-LOWBIT_INLINE F to_float(I a) { return _mm_cvtepi32_ps(reinterpret_cast<__m128i>(a)); }
+// Of numbers below 2^22: adding 1.5 * 2^23 leaves the rounded integer in the last bits.
+LOWBIT_INLINE I round_to_int(F a) { return as_ints(a + broadcast(0x1.8p23f)) - as_ints(broadcast(0x1.8p23f)); }
+LOWBIT_INLINE F to_float(I a) { return __builtin_convertvector(a, F); }
 
 template <int kPerByte>
 LOWBIT_INLINE void pack_codes(I codes, uint8_t* out) {
@@ -245,6 +246,7 @@ LOWBIT_INLINE void pack_codes(I codes, uint8_t* out) {
   }
 }
 
+#if defined(__x86_64__)
 LOWBIT_BYTES_OP(low_bytes, __m128i, _mm_unpacklo_epi8)
 LOWBIT_BYTES_OP(high_bytes, __m128i, _mm_unpackhi_epi8)
 LOWBIT_BYTES_OP(low_words, __m128i, _mm_unpacklo_epi16)
@@ -253,6 +255,33 @@ LOWBIT_BYTES_OP(low_dwords, __m128i, _mm_unpacklo_epi32)
 LOWBIT_BYTES_OP(high_dwords, __m128i, _mm_unpackhi_epi32)
 LOWBIT_BYTES_OP(low_qwords, __m128i, _mm_unpacklo_epi64)
 LOWBIT_BYTES_OP(high_qwords, __m128i, _mm_unpackhi_epi64)
+LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
+  sums += reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(w), reinterpret_cast<__m128i>(x)));
+}
+#else
+// Units of kSize bytes from the lower or upper half of a and b in turn.
+template <int kSize, bool kUpper>
+LOWBIT_INLINE Bytes interleave(Bytes a, Bytes b) {
+  Bytes mixed{};
+  for (int i = 0; i < kBytes; ++i) {
+    const int from = i / (2 * kSize) * kSize + i % kSize + (kUpper ? kBytes / 2 : 0);
+    mixed[i] = i / kSize % 2 == 0 ? a[from] : b[from];
+  }
+  return mixed;
+}
+LOWBIT_INLINE Bytes low_bytes(Bytes a, Bytes b) { return interleave<1, false>(a, b); }
+LOWBIT_INLINE Bytes high_bytes(Bytes a, Bytes b) { return interleave<1, true>(a, b); }
+LOWBIT_INLINE Bytes low_words(Bytes a, Bytes b) { return interleave<2, false>(a, b); }
+LOWBIT_INLINE Bytes high_words(Bytes a, Bytes b) { return interleave<2, true>(a, b); }
+LOWBIT_INLINE Bytes low_dwords(Bytes a, Bytes b) { return interleave<4, false>(a, b); }
+LOWBIT_INLINE Bytes high_dwords(Bytes a, Bytes b) { return interleave<4, true>(a, b); }
+LOWBIT_INLINE Bytes low_qwords(Bytes a, Bytes b) { return interleave<8, false>(a, b); }
+LOWBIT_INLINE Bytes high_qwords(Bytes a, Bytes b) { return interleave<8, true>(a, b); }
+LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
+  const I a = reinterpret_cast<I>(w);
+  sums += (a << 16 >> 16) * (x << 16 >> 16) + (a >> 16) * (x >> 16);
+}
+#endif
 
 LOWBIT_INLINE Bytes lookup(const uint8_t (&table)[16], Bytes index) {
   Bytes found{};
@@ -262,20 +291,25 @@ LOWBIT_INLINE Bytes lookup(const uint8_t (&table)[16], Bytes index) {
 LOWBIT_INLINE Bytes swap_parts(Bytes a) { return a; }
 LOWBIT_INLINE void transpose_parts(Bytes*, int) {}
 LOWBIT_INLINE void split_pairs(F a, F b, F& first, F& second) {
-  first = _mm_shuffle_ps(a, b, 0x88);
-  second = _mm_shuffle_ps(a, b, 0xdd);
+  first = F{a[0], a[2], b[0], b[2]};
+  second = F{a[1], a[3], b[1], b[3]};
 }
 LOWBIT_INLINE void join_pairs(F first, F second, F& a, F& b) {
-  a = _mm_unpacklo_ps(first, second);
-  b = _mm_unpackhi_ps(first, second);
-}
-LOWBIT_INLINE void add_pair_dots(I& sums, Bytes w, I x) {
-  sums += reinterpret_cast<I>(_mm_madd_epi16(reinterpret_cast<__m128i>(w), reinterpret_cast<__m128i>(x)));
+  a = F{first[0], second[0], first[1], second[1]};
+  b = F{first[2], second[2], first[3], second[3]};
 }
 
 #endif
 
 #undef LOWBIT_BYTES_OP
+
+}  // namespace lowbit::LOWBIT_ISA
+
+#if defined(LOWBIT_NEON)
+#include "bytes_neon.h"
+#endif
+
+namespace lowbit::LOWBIT_ISA {
 
 // Interleaves the bytes of four rows: dword i, counted over all four vectors, holds byte i of each row.
 LOWBIT_INLINE void interleave_rows(Bytes r[4]) {
@@ -304,11 +338,22 @@ LOWBIT_INLINE void transpose_dwords(Bytes v[kLanes]) {
 // Treats denormal numbers as zero during its lifetime, as XLA's own code does.
 class FlushDenormals {
  public:
+#if defined(__aarch64__)
+  FlushDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(before_ | 1 << 24));
+  }
+  ~FlushDenormals() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+
+ private:
+  uint64_t before_;
+#else
   FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
   ~FlushDenormals() { _mm_setcsr(before_); }
 
  private:
   unsigned before_;
+#endif
 };
 
 }  // namespace lowbit::LOWBIT_ISA

@@ -194,7 +194,7 @@ struct BitVectors : InOrder {
   }
 };
 
-#else
+#elif !defined(LOWBIT_NEON)
 
 struct Int8Vectors : InOrder {
   LOWBIT_INLINE void decode(const uint8_t* bytes, F v[kVectors]) const {
@@ -227,6 +227,14 @@ using BitVectors = OneByOne<1>;
 
 #endif
 
+}  // namespace lowbit::LOWBIT_ISA
+
+#if defined(LOWBIT_NEON)
+#include "codes_neon.h"
+#endif
+
+namespace lowbit::LOWBIT_ISA {
+
 // Floats of 8 bits.
 struct Fp8Vectors : InOrder {
   SmallFloats floats;
@@ -237,6 +245,12 @@ struct Fp8Vectors : InOrder {
       const __m256i half = floats.half_of_16(bytes + i * kLanes);
       v[i] = _mm256_cvtph_ps(_mm256_castsi256_si128(half)) * broadcast(floats.unit);
       v[i + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)) * broadcast(floats.unit);
+    }
+#elif defined(LOWBIT_NEON)
+    for (int i = 0; i < kVectors; i += 2) {
+      const float16x8_t half = floats.half_of_8<false>(vld1_u8(bytes + i * kLanes));
+      v[i] = vcvt_f32_f16(vget_low_f16(half)) * broadcast(floats.unit);
+      v[i + 1] = vcvt_high_f32_f16(half) * broadcast(floats.unit);
     }
 #else
     for (int i = 0; i < kVectors; ++i) v[i] = floats.decode(bytes + i * kLanes);

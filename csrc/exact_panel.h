@@ -15,17 +15,20 @@ template <int kRows, int kWidth, typename Done>
 __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step,
                                              const float* b, const Done& done) {
   F acc[kRows][kWidth];
+#pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kWidth; ++i) acc[r][i] = zero();
   }
   for (int64_t k = 0; k < depth; ++k) {
     F v[kWidth];
     for (int i = 0; i < kWidth; ++i) v[i] = load(b + k * kWidth * kLanes + i * kLanes);
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const F factor = broadcast(a[r * a_row + k * a_step]);
       for (int i = 0; i < kWidth; ++i) acc[r][i] = fma(v[i], factor, acc[r][i]);
     }
   }
+#pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) done(r, acc[r]);
 }
 

@@ -6,6 +6,10 @@
 
 namespace lowbit::LOWBIT_ISA {
 
+// Whether levels have their offset in the panel; then sums start at minus its contribution.
+template <typename D>
+constexpr bool kOffsetInPanel = D::kSmall || !kSignedPanel;
+
 // ---- x to int8
 
 // Stores four values of x in the order that the dot products need.
@@ -65,7 +69,7 @@ void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, in
     const F factor = broadcast(finite && !zero ? 127.0f / top : 0.0f);
     for (int64_t at = begin; at < end; at += tiling.span) {
       const int32_t sum = round_all(x + at, min(tiling.span, end - at), factor, q + at);
-      seeds[at / tiling.span * rows + m] = finite ? -decoder.offset() * sum : 0;
+      seeds[at / tiling.span * rows + m] = finite && kOffsetInPanel<D> ? -decoder.offset() * sum : 0;
     }
     scales[b * rows + m] = !finite ? __builtin_nanf("") : zero ? 0 : top / 127.0f * decoder.unit();
   }
@@ -76,8 +80,8 @@ void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, in
 template <typename D>
 void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t rows, const int8_t* q, uint8_t* packed) {
   constexpr int kSize = x_bytes(D::kSmall), kPer = D::kPerByte;
-  const int64_t kRows = fast_rows(D::kSmall, tiling.blocked);
-  const int64_t tile = m / kRows * kRows, tile_rows = min(kRows, rows - tile), groups = tiling.slab / 4;
+  const int64_t most = fast_rows(D::kSmall, tiling.blocked);
+  const int64_t tile = m / most * most, tile_rows = min(most, rows - tile), groups = tiling.slab / 4;
   for (int64_t s = 0; s < tiling.slabs; ++s) {
     uint8_t* out = packed + ((s * rows + tile) * groups + m - tile) * kSize;
     const int8_t* from = q + s * tiling.slab;
@@ -101,7 +105,11 @@ void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t r
 template <int i = 0, typename D, typename Place>
 LOWBIT_INLINE void put_bytes(const D& decoder, Bytes codes, const Place& place) {
   if constexpr (i < D::kPerByte) {
-    store_as(place(i), decoder.template bytes<i>(codes));
+    if constexpr (kOffsetInPanel<D>) {
+      store_as(place(i), decoder.template bytes<i>(codes));
+    } else {
+      store_as(place(i), decoder.template signed_bytes<i>(codes));
+    }
     put_bytes<i + 1>(decoder, codes, place);
   }
 }

@@ -6,7 +6,7 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-#if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
+#if defined(LOWBIT_DOTS)
 
 constexpr int64_t kFastGroup = 8;  // stored rows read in parallel
 
@@ -102,7 +102,7 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
   for (int64_t part = 0; part < parts; ++part) {
     Bytes v[kFastGroup];
     for (int r = 0; r < kFastGroup; ++r) {
-      if (kBytes == 64 || part % 2 == 0) prefetch(rows[r] + part * kBytes + ahead);
+      if (part * kBytes % 64 == 0) prefetch(rows[r] + part * kBytes + ahead);
       v[r] = load_as<Bytes>(rows[r] + part * kBytes);
     }
     interleave_rows(v);

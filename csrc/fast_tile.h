@@ -10,13 +10,13 @@ namespace lowbit::LOWBIT_ISA {
 template <int kRows, int kWidth, bool kSmall>
 LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, const uint8_t* x, int64_t groups,
                                 [[maybe_unused]] int64_t fit) {
-#if defined(LOWBIT_AVX512)
+#if defined(LOWBIT_TILE_DOTS)
   for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes, x += kRows * 4) {
     Bytes w[kWidth];
     for (int v = 0; v < kWidth; ++v) w[v] = load_as<Bytes>(panel + v * kBytes);
     for (int r = 0; r < kRows; ++r) {
       const I multiplier = splat(x + r * 4);
-      for (int v = 0; v < kWidth; ++v) add_dots(sums[r][v], w[v], multiplier);
+      for (int v = 0; v < kWidth; ++v) add_dots<kSmall>(sums[r][v], w[v], multiplier);
     }
   }
 #else

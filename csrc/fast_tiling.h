@@ -14,7 +14,16 @@ template <typename D>
 constexpr int64_t kTileBytes = D::kPerByte <= 2 ? 128 : 64;
 
 // The register tile, the bytes that four values of x take, and the number of rows of x that need no panel.
-#if defined(LOWBIT_AVX512)
+#if defined(LOWBIT_NEON)
+constexpr int kFastVectors = 4, kBlockedVectors = 2;
+constexpr int kFewRows = 1;
+#if defined(LOWBIT_NEON_DOT)
+constexpr int fast_rows(bool, bool) { return 6; }
+#else
+constexpr int fast_rows(bool, bool) { return 4; }  // products take registers, too
+#endif
+constexpr int x_bytes(bool) { return 4; }
+#elif defined(LOWBIT_AVX512)
 constexpr int kFastVectors = 4, kBlockedVectors = 2;
 constexpr int kFewRows = 1;
 constexpr int fast_rows(bool, bool) { return 6; }
@@ -28,6 +37,11 @@ constexpr int x_bytes(bool small) { return small ? 4 : 8; }
 constexpr int kFastVectors = 2, kBlockedVectors = 2;
 constexpr int fast_rows(bool, bool) { return 4; }
 constexpr int x_bytes(bool) { return 8; }
+#endif
+#if defined(LOWBIT_NEON)
+constexpr bool kSignedPanel = true;
+#else
+constexpr bool kSignedPanel = false;
 #endif
 constexpr int kFastColumns = kFastVectors * kLanes;
 

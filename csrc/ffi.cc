@@ -2,8 +2,6 @@
 
 #include "xla/ffi/api/ffi.h"
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -13,6 +11,7 @@
 #include <thread>
 
 #include "checks.h"
+#include "choose.h"
 
 namespace ffi = xla::ffi;
 
@@ -61,6 +60,15 @@ struct Work {
   }
 };
 
+// Tells the core that this thread waits.
+void pause() {
+#if defined(__aarch64__)
+  asm volatile("yield");
+#else
+  __builtin_ia32_pause();
+#endif
+}
+
 void run_on_pool(void* pool, int64_t threads, int64_t n, Parallel::Task task, const void* context) {
   auto work = std::make_shared<Work>();
   work->n = n;
@@ -73,7 +81,7 @@ void run_on_pool(void* pool, int64_t threads, int64_t n, Parallel::Task task, co
   // Other threads are finishing the last tasks.
   for (int spins = 0; work->done.load(std::memory_order_acquire) < n; ++spins) {
     if (spins < 20000) {
-      _mm_pause();
+      pause();
     } else {
       std::this_thread::yield();
     }
@@ -82,44 +90,6 @@ void run_on_pool(void* pool, int64_t threads, int64_t n, Parallel::Task task, co
 
 Parallel parallel_on(ffi::ThreadPool& pool) {
   return Parallel(std::max<int64_t>(pool.num_threads(), 1), &pool, run_on_pool);
-}
-
-// ---- The instruction set
-
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-
-bool has_avx512() {
-#if defined(LOWBIT_EMULATE_AVX512)
-  return has_avx2();
-#endif
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
-}
-
-struct Choice {
-  const Kernels* kernels;  // null if none can run, for the reason in `error`
-  std::string error;
-};
-
-Choice choose_kernels() {
-  const char* forced = std::getenv("LOWBIT_ISA");
-  std::string_view isa = forced == nullptr ? "" : forced;
-  if (isa == "") isa = has_avx512() ? "avx512" : has_avx2() ? "avx2" : "generic";
-  if (isa == "generic") return {&generic::kernels, ""};
-  if (isa == "avx2" && has_avx2()) return {&avx2::kernels, ""};
-  if (isa == "avx512" && has_avx512()) return {&avx512::kernels, ""};
-  if (isa == "avx2" || isa == "avx512") {
-    return {nullptr, "LOWBIT_ISA=" + std::string(isa) + ": this machine lacks some of its instructions."};
-  }
-  return {nullptr, "LOWBIT_ISA=" + std::string(isa) + " must be generic, avx2 or avx512."};
-}
-
-const Choice& choice() {
-  static const Choice chosen = choose_kernels();
-  return chosen;
 }
 
 ffi::Error finished(bool done) {
@@ -420,3 +390,6 @@ LOWBIT_EXPORT const char* lowbit_targets() {
 LOWBIT_EXPORT const char* lowbit_isa() {
   return lowbit::choice().kernels == nullptr ? "" : lowbit::choice().kernels->name;
 }
+
+// Why there is none.
+LOWBIT_EXPORT const char* lowbit_error() { return lowbit::choice().error.c_str(); }

@@ -1,24 +1,15 @@
-// The drivers, compiled for the instruction set that the including file names in LOWBIT_ISA.
+// The drivers of one instruction set, LOWBIT_ISA. They are compiled in three units, so that several cores share the
+// work; each unit defines some of these functions.
+#ifndef LOWBIT_ISA_H_
+#define LOWBIT_ISA_H_
 
-#include "encode.h"
-#include "matmul_exact.h"
-#include "matmul_fast.h"
-#include "search.h"
-#include "take.h"
+#include "kernels.h"
 
 namespace lowbit::LOWBIT_ISA {
 
-#define LOWBIT_TEXT_OF(isa) #isa
-#define LOWBIT_TEXT(isa) LOWBIT_TEXT_OF(isa)
-
-extern const Kernels kernels = {
-    LOWBIT_TEXT(LOWBIT_ISA),  //
-    matmul_exact,             //
-    matmul_fast,              //
-    take,                     //
-    squares,                  //
-    encode,                   //
-    search,                   //
-};
+bool run_exact(const Matmul&, const Parallel&);
+bool run_fast(const Matmul&, const Parallel&);
 
 }  // namespace lowbit::LOWBIT_ISA
+
+#endif  // LOWBIT_ISA_H_

@@ -166,12 +166,21 @@ struct Kernels {
 namespace generic {
 extern const Kernels kernels;
 }
+#if defined(__aarch64__)
+namespace neon {
+extern const Kernels kernels;
+}
+namespace neon_dot {
+extern const Kernels kernels;
+}
+#else
 namespace avx2 {
 extern const Kernels kernels;
 }
 namespace avx512 {
 extern const Kernels kernels;
 }
+#endif
 
 }  // namespace lowbit
 

@@ -25,7 +25,7 @@ template <typename D>
 bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel) {
   FastTiling tiling;
   if (!decoder.is_fast() || !make_tiling<D>(p, tiling)) return false;
-#if defined(LOWBIT_AVX512) || defined(LOWBIT_AVX2)
+#if defined(LOWBIT_DOTS)
   if (few_rows_fit<D>(p, tiling)) return matmul_few_rows(decoder, p, tiling, parallel);
 #endif
   const int64_t padded = tiling.slabs * tiling.slab, x_size = p.m * padded / 4 * x_bytes(D::kSmall);

@@ -25,6 +25,10 @@ class Joiner {
         join_32(low + (column + i) * low_bits_ / 8, high + (column + i) * high_bits_ / 8, out + i);
       }
     }
+#elif defined(LOWBIT_NEON)
+    for (; column % 16 == 0 && i + 16 <= count; i += 16) {
+      join_16(low + (column + i) * low_bits_ / 8, high + (column + i) * high_bits_ / 8, out + i);
+    }
 #endif
     for (; i < count; ++i) {
       const int code = bits_at(low, column + i, low_bits_) | bits_at(high, column + i, high_bits_) << low_bits_;
@@ -92,6 +96,20 @@ class Joiner {
       }
     }
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), found);
+  }
+#elif defined(LOWBIT_NEON)
+  LOWBIT_INLINE void join_16(const uint8_t* low, const uint8_t* high, uint8_t* out) const {
+    if (low_bits_ == 2) {
+      const uint8x16_t codes = vsliq_n_u8(spread_16<2>(low), spread_16<1>(high), 2);
+      return vst1q_u8(out, vqtbl1q_u8(vld1q_u8(levels_[0]), codes));
+    }
+    if (high_bits_ == 1) {
+      const uint8x16x2_t table = {{vld1q_u8(levels_[0]), vld1q_u8(levels_[1])}};
+      return vst1q_u8(out, vqtbl2q_u8(table, vsliq_n_u8(spread_16<4>(low), spread_16<1>(high), 4)));
+    }
+    const uint8x16x4_t table = {
+        {vld1q_u8(levels_[0]), vld1q_u8(levels_[1]), vld1q_u8(levels_[2]), vld1q_u8(levels_[3])}};
+    vst1q_u8(out, vqtbl4q_u8(table, vsliq_n_u8(spread_16<4>(low), spread_16<2>(high), 4)));
   }
 #endif
 

@@ -5,7 +5,7 @@
 
 #if defined(LOWBIT_AVX512) && defined(LOWBIT_EMULATE_AVX512)
 #include "emulate_avx512.h"
-#else
+#elif defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #include <stdint.h>
@@ -14,6 +14,18 @@
 #include "kernels.h"
 
 #define LOWBIT_INLINE inline __attribute__((always_inline))
+
+#if defined(LOWBIT_NEON)
+#include "simd_neon.h"
+#endif
+
+// Which instruction sets have `add_dots` (bytes.h), and which of them use it for all levels in the register tile.
+#if defined(LOWBIT_AVX512) || defined(LOWBIT_NEON)
+#define LOWBIT_TILE_DOTS
+#endif
+#if defined(LOWBIT_TILE_DOTS) || defined(LOWBIT_AVX2)
+#define LOWBIT_DOTS
+#endif
 
 namespace lowbit::LOWBIT_ISA {
 
@@ -87,7 +99,7 @@ LOWBIT_INLINE void store_f16(uint16_t* p, F a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 
-#else
+#elif !defined(LOWBIT_NEON)
 
 using F = float __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
@@ -115,9 +127,11 @@ LOWBIT_INLINE void store(float* p, F a, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = a[i];
 }
 LOWBIT_INLINE F fma(F a, F b, F c) { return a * b + c; }
-LOWBIT_INLINE F square_root(F a) { return _mm_sqrt_ps(a); }
-LOWBIT_INLINE F smaller(F a, F b) { return _mm_min_ps(a, b); }
-LOWBIT_INLINE F larger(F a, F b) { return _mm_max_ps(a, b); }
+LOWBIT_INLINE F square_root(F a) {
+  return F{__builtin_sqrtf(a[0]), __builtin_sqrtf(a[1]), __builtin_sqrtf(a[2]), __builtin_sqrtf(a[3])};
+}
+LOWBIT_INLINE F smaller(F a, F b) { return a < b ? a : b; }
+LOWBIT_INLINE F larger(F a, F b) { return a > b ? a : b; }
 LOWBIT_INLINE float sum_of(F a) { return (a[0] + a[2]) + (a[1] + a[3]); }
 
 LOWBIT_INLINE float f32_of_f16(uint16_t h) {

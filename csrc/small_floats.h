@@ -27,6 +27,20 @@ struct SmallFloats {
     const __m256i half = _mm256_and_si256(_mm256_sll_epi16(wide, places), kept);
     return _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
   }
+#elif defined(LOWBIT_NEON)
+  // 8 of them, as float16 that is too small by `unit`. Weights have several codes that are NaN, scales may have one.
+  template <bool kMayBeOne>
+  LOWBIT_INLINE float16x8_t half_of_8(uint8x8_t codes) const {
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(codes));
+    const int16x8_t magnitude = vandq_s16(wide, vdupq_n_s16(0x7f));
+    const uint16x8_t is_nan = !kMayBeOne || nan_code < 0
+                                  ? vcgeq_s16(magnitude, vdupq_n_s16(static_cast<int16_t>(nan_from)))
+                                  : vceqq_s16(wide, vdupq_n_s16(static_cast<int8_t>(nan_code)));
+    const int16x8_t half = vshlq_s16(magnitude, vdupq_n_s16(static_cast<int16_t>(shift)));
+    const uint16x8_t with_sign =
+        vbslq_u16(vdupq_n_u16(0x8000), vreinterpretq_u16_s16(wide), vreinterpretq_u16_s16(half));
+    return vreinterpretq_f16_u16(vorrq_u16(with_sign, vandq_u16(is_nan, vdupq_n_u16(0x7e00))));
+  }
 #endif
 
   // 2 * kLanes of them, the even and the odd ones apart, as float32 that is too small by `unit`.
@@ -47,6 +61,10 @@ struct SmallFloats {
     uint8_t twice[16] = {};
     memcpy(twice, codes, 8);
     return _mm256_cvtph_ps(_mm256_castsi256_si128(half_of_16(twice))) * broadcast(unit);
+#elif defined(LOWBIT_NEON)
+    uint32_t four;
+    memcpy(&four, codes, 4);
+    return vcvt_f32_f16(vget_low_f16(half_of_8<true>(vreinterpret_u8_u32(vdup_n_u32(four))))) * broadcast(unit);
 #else
     uint16_t half[kLanes];
     for (int i = 0; i < kLanes; ++i) {

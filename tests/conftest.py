@@ -1,4 +1,5 @@
 import os
+import platform
 import zlib
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,12 @@ def tiny(tmp_path: Path) -> Path:
     return tiny_file(tmp_path / "tiny.gguf")
 
 
-@pytest.fixture(scope="session", params=["generic", "avx2", "avx512"])
+# The instruction sets of this machine; LOWBIT_TEST_ISA names others, for a library that runs in an emulator.
+ARM = platform.machine() in ("aarch64", "arm64")
+ISAS = os.environ.get("LOWBIT_TEST_ISA") or ("generic,neon,neon_dot" if ARM else "generic,avx2,avx512")
+
+
+@pytest.fixture(scope="session", params=ISAS.split(","))
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """target(name) is the name in JAX of a target of the library for one instruction set.
 

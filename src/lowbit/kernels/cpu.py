@@ -1,12 +1,14 @@
 """The native kernels for CPU: load the library and call its targets.
 
 The library is built from `csrc/` with the package. `LOWBIT_NATIVE=0` disables it; `LOWBIT_ISA` names the instruction
-set to use (generic, avx2, avx512) instead of the best one that the machine has.
+set to use (generic, avx2, avx512; on ARM generic, neon, neon_dot) instead of the best one that the machine has.
 """
 
 import ctypes
 import math
 import os
+import platform
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,22 +40,43 @@ def _load(folders: Sequence[str]) -> ctypes.CDLL | None:
     if os.environ.get("LOWBIT_NATIVE") == "0":
         return None
     found = [path for folder in folders if (path := Path(folder) / "lowbit_native.so").exists()]
-    if not found:
+    try:
+        library = ctypes.CDLL(str(found[0])) if found else None
+        why = why_not_built(sys.platform, platform.machine())
+    except OSError as error:
+        library, why = None, f"The library does not load here: {error}. Reinstall lowbit on this machine."
+    if library is None:
         warnings.warn(
-            "lowbit was installed without its native CPU kernels, so products on CPU are correct but slow. Reinstall "
-            "it with a C++ compiler at hand, or set LOWBIT_NATIVE=0 to silence this warning.",
+            f"lowbit has no native CPU kernels here, so products on CPU are correct but slow. {why} Set "
+            "LOWBIT_NATIVE=0 to silence this warning.",
             RuntimeWarning,
             stacklevel=2,
         )
         return None
-    library = ctypes.CDLL(str(found[0]))
-    library.lowbit_isa.restype = library.lowbit_targets.restype = ctypes.c_char_p
+    for function in (library.lowbit_isa, library.lowbit_targets, library.lowbit_error):
+        function.restype = ctypes.c_char_p
     if not library.lowbit_isa():
-        asked = os.environ.get("LOWBIT_ISA")
-        raise ValueError(f"LOWBIT_ISA={asked} must be generic, avx2 or avx512, and supported by this machine.")
+        raise ValueError(library.lowbit_error().decode())
     for name in library.lowbit_targets().decode().split(","):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
+
+
+def why_not_built(system: str, machine: str) -> str:
+    """Why a package has no library, and what would help on this platform.
+
+    >>> why_not_built("linux", "riscv64")
+    'There are none for riscv64 (only for x86-64 and 64-bit ARM), so reinstalling does not help.'
+    """
+    if system not in ("linux", "darwin"):
+        return f"There are none for {system}; under WSL, lowbit has those of Linux."
+    if machine not in ("x86_64", "AMD64", "aarch64", "arm64"):
+        return f"There are none for {machine} (only for x86-64 and 64-bit ARM), so reinstalling does not help."
+    tool = "`xcode-select --install`" if system == "darwin" else "`apt-get install g++` or `dnf install gcc-c++`"
+    return (
+        f"No C++ compiler was found when lowbit was installed for {machine}: install one ({tool}), then "
+        "`pip install --force-reinstall --no-deps --no-cache-dir` lowbit again."
+    )
 
 
 def instruction_set() -> str | None:

@@ -1,3 +1,0 @@
-#define LOWBIT_ISA avx2
-#define LOWBIT_AVX2
-#include "isa.h"

@@ -1,3 +1,0 @@
-#define LOWBIT_ISA avx512
-#define LOWBIT_AVX512
-#include "isa.h"

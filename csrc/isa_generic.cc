@@ -1,2 +1,0 @@
-#define LOWBIT_ISA generic
-#include "isa.h"
