@@ -8,8 +8,13 @@ namespace lowbit::LOWBIT_ISA {
 
 constexpr int64_t kDotColumns = 512;  // maximum number of columns in one chain of sums
 
+// Blocks of one or two vectors, several in a line. The decoder's order keeps 16 columns together.
+inline bool short_blocks(const Weights& w) {
+  return w.col_span < kLine && w.col_span % 16 == 0 && kLine % w.col_span == 0 && w.col_span < w.columns;
+}
+
 inline bool dot_fits(const Weights& w) {
-  const bool along = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns);
+  const bool along = w.row_span == 1 && (w.col_span % kLine == 0 || w.col_span >= w.columns || short_blocks(w));
   const bool across = w.col_span == 1 && w.row_span >= 8;
   return along || across;
 }
@@ -57,6 +62,41 @@ LOWBIT_INLINE void dot_row(const D& decoder, const uint8_t* bytes, int64_t colum
   for (int m = 0; m < kM; ++m) y[m * y_stride] = sum_of(total[m]);
 }
 
+// The same for blocks of kEach vectors.
+template <int kM, int kEach, typename D>
+LOWBIT_INLINE void dot_row_short(const D& decoder, const uint8_t* bytes, int64_t columns, const float* x, int64_t width,
+                                 const float* scales, float* y, int64_t y_stride) {
+  constexpr int kBlocks = kVectors / kEach;
+  F total[kM][kBlocks];
+  for (int m = 0; m < kM; ++m) {
+    for (int b = 0; b < kBlocks; ++b) total[m][b] = zero();
+  }
+  const float* last = scales + (columns - 1) / (kEach * kLanes);
+  const auto add = [&](const uint8_t* line) {
+    F v[kVectors];
+    decoder.decode(line, v);
+    for (int b = 0; b < kBlocks; ++b, scales += scales < last) {
+      const F scale = broadcast(*scales);
+      for (int m = 0; m < kM; ++m) {
+        const float* at = x + m * width + b * kEach * kLanes;
+        F sum = v[b * kEach] * load(at);
+        if (kEach == 2) sum = fma(v[b * kEach + 1], load(at + kLanes), sum);
+        total[m][b] = fma(sum, scale, total[m][b]);
+      }
+    }
+    x += kLine;
+  };
+  for (; columns >= kLine; columns -= kLine, bytes += kLineBytes<D>) {
+    prefetch(bytes + kDotAhead);
+    add(bytes);
+  }
+  if (columns > 0) add(PaddedLine<D>(bytes, columns).bytes);
+  for (int m = 0; m < kM; ++m) {
+    for (int b = 1; b < kBlocks; ++b) total[m][0] += total[m][b];
+    y[m * y_stride] = sum_of(total[m][0]);
+  }
+}
+
 // Multiplies the stored rows [begin, end). Not inlined, so that the decoder's tables stay in registers. `held` is a
 // buffer for a row of scales, `codes` one for a row of joined codes.
 template <int kM, typename D>
@@ -65,9 +105,17 @@ __attribute__((noinline)) void dot_rows(const D& shared, const Matrix& w, int64_
                                         int64_t y_stride) {
   const D decoder = shared;
   const int64_t columns = w.w.columns, block = along ? w.w.col_span : columns;
+  const int64_t each = along && short_blocks(w.w) ? block / kLanes : 0;
   for (int64_t row = begin; row < end; ++row) {
     const float* scales = along ? w.scales(row, 0, w.w.scale_cols, held) : nullptr;
-    dot_row<kM>(decoder, w.rows<D>(row, 1, codes), columns, x, width, scales, block, y + row, y_stride);
+    const uint8_t* bytes = w.rows<D>(row, 1, codes);
+    if (each == 1) {
+      dot_row_short<kM, 1>(decoder, bytes, columns, x, width, scales, y + row, y_stride);
+    } else if (each == 2) {
+      dot_row_short<kM, 2>(decoder, bytes, columns, x, width, scales, y + row, y_stride);
+    } else {
+      dot_row<kM>(decoder, bytes, columns, x, width, scales, block, y + row, y_stride);
+    }
   }
 }
 

@@ -2,7 +2,7 @@
 #ifndef LOWBIT_FAST_ROW_H_
 #define LOWBIT_FAST_ROW_H_
 
-#include "fast_pack.h"
+#include "fast_short.h"
 
 namespace lowbit::LOWBIT_ISA {
 
@@ -16,7 +16,7 @@ constexpr int64_t kFewStrip = 256, kFewDepth = 64;
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
   if (!p.contract_last) return p.m <= kFewRows;
-  return p.m == 1 && (!tiling.blocked || tiling.span % (kBytes * D::kPerByte) == 0);
+  return p.m == 1 && (!tiling.blocked || tiling.span % (kBytes * D::kPerByte) == 0 || short_spans<D>(tiling));
 }
 
 // x in int8: its rows, and their seeds and scales [block][m].
@@ -271,18 +271,23 @@ template <typename D>
 bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FewRows& row,
                float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte, kCodes = kBytes * kPer;
-  const int64_t padded = round_up(p.k, kCodes);
-  int8_t* x = buffer<int8_t>(Scratch::call_sums, padded);
-  if (x == nullptr) return false;
+  const int64_t padded = round_up(p.k, kCodes), lanes = padded / (4 * kPer);
+  float* by_lane = buffer<float>(Scratch::call_sums, 2 * lanes + padded / 4);
+  if (by_lane == nullptr) return false;
+  int8_t* x = reinterpret_cast<int8_t*>(by_lane + 2 * lanes);
   memset(x, 0, static_cast<size_t>(padded));
   for (int64_t k = 0; k < p.k; ++k) x[k / kCodes * kCodes + k % kPer * kBytes + k % kCodes / kPer] = row.q[k];
+  const bool is_short = short_spans<D>(tiling);
+  const ShortX short_row = is_short ? short_x<D>(tiling, x, lanes, row.seeds, row.scales, by_lane) : ShortX{};
   const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.k));
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
+    const int64_t begin = shares.begins[t], end = shares.begins[t + 1];
     float* scaled = buffer<float>(Scratch::task_scales, tiling.spans + p.w.scale_cols);
     uint8_t* joined = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
     if (scaled == nullptr || joined == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
-    fast_dots(decoder, tiling, w, x, row.seeds, row.scales, shares.begins[t], shares.begins[t + 1], scaled, joined, y);
+    if (is_short) return short_dots(decoder, tiling, w, short_row, begin, end, scaled, joined, y);
+    fast_dots(decoder, tiling, w, x, row.seeds, row.scales, begin, end, scaled, joined, y);
   });
   return enough_memory;
 }

@@ -8,7 +8,7 @@ namespace lowbit::LOWBIT_ISA {
 
 constexpr int64_t kWholeRow = 65536;  // 128 * 127 * kWholeRow < 2^31
 constexpr int64_t kShared = 256;      // of k that share a scale of x, if spans are shorter
-constexpr int64_t kMostSpans = 64;    // in a slab: of 16 or more, in at most 1024
+constexpr int64_t kMostSpans = 32;    // in a slab: of 16 or more, in at most 512
 // Bytes of each stored row in a tile of columns: a cache line, or two if rows are long and often a power of two apart.
 template <typename D>
 constexpr int64_t kTileBytes = D::kPerByte <= 2 ? 128 : 64;
@@ -75,7 +75,7 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
   if (tiling.span % tiling.unit != 0 || (tiling.blocked && tiling.span < 16)) return false;
   const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : p.m <= 4 ? 64 : p.m <= 16 ? 128 : 256;
   // Several spans share a scale of x, so that it multiplies their sum.
-  tiling.block = tiling.blocked ? max(max(depth, kShared) / tiling.span, 1) * tiling.span : tiling.span;
+  tiling.block = tiling.blocked ? max(kShared / tiling.span, 1) * tiling.span : tiling.span;
   tiling.blocks = ceil_div(p.k, tiling.block);
   tiling.spans = ceil_div(p.k, tiling.span);
   // A slab is a part of a block, and has whole spans.

@@ -1,14 +1,14 @@
 // Products with activations in int8.
 //
-//   y[m, n] = sum_b s[m, b] * scale[b, n] * sum_{k in block b} q[m, k] * level[k, n]
+//   y[m, n] = sum_b s[m, b] * sum_{span c in block b} scale[c, n] * sum_{k in span c} q[m, k] * level[k, n]
 //   s[m, b] = max_{k in b} |x[m, k]| / 127,  q[m, k] = x[m, k] * (127 / max), rounded to nearest even
 //
 // The inner sums are exact integers, so results differ between instruction sets and numbers of threads only in the
-// rounding of the outer sum. A block is the k that share a scale of the weights, or at most 512 of them; if a column
-// has a single scale, the whole row (up to kWholeRow). Levels that are no small integers (see ByteLevels) are rounded
-// to 127ths of the largest. For normal x the relative rms error against the float32 product of the same codes is 6e-3
-// to 1.1e-2 (blocks are better than whole rows). Blocks of x whose largest magnitude is below 2^-110 count as zeros;
-// NaN and infinity make their rows of y NaN.
+// rounding of the outer sums. A span is the k that share a scale of the weights, or at most 512 of them. A block is as
+// many spans as 256 of k have, at least one; if a column has a single scale, the whole row (up to kWholeRow). Levels
+// that are no small integers (see ByteLevels) are rounded to 127ths of the largest. For normal x the relative rms error
+// against the float32 product of the same codes is 7e-3 to 1.1e-2 (blocks are better than whole rows). Blocks of x
+// whose largest magnitude is below 2^-110 count as zeros; NaN and infinity make their rows of y NaN.
 //
 // Weights are decoded to unsigned bytes, level + offset, into a panel of dwords that hold four k of one column; sums
 // start at -offset * sum_k q (the seeds). The dot product of such dwords is one instruction with VNNI. Without VNNI,

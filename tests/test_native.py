@@ -193,7 +193,8 @@ def check_fast(target, format, contract, span, m, k, n, *, block=None, index=(0,
     w, true = (levels * stored.scales)[layers], stored.values[layers]
     if contract:
         w, true = w.swapaxes(1, 2), true.swapaxes(1, 2)
-    wide = rounded_to_int8(np.asarray(x, np.float32), block or span or max(k, 1))
+    shared = span if span and span >= k else max(256 // span, 1) * span if span else max(k, 1)
+    wide = rounded_to_int8(np.asarray(x, np.float32), block or shared)
     want = wide @ w
     bound = 1e-6 * (np.abs(wide) @ np.abs(w)) + float(jnp.finfo(y_type).eps) * np.abs(want) + 1e-30
     worst = np.max(np.abs(y - want) / bound, initial=0)
