@@ -26,8 +26,8 @@ from lowbit.formats.quantized import QuantizedArray
 from lowbit.formats.search import factors_to_try, inverse_top
 
 from . import reference
-from .groups import group_sizes
 from ._tiles import layer_numbers
+from .groups import group_sizes
 from .product import Product
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -48,6 +48,12 @@ def _count_below(bounds: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.sum(bounds <= values[:, None], axis=1, dtype=jnp.int32)
 
 
+def step_count(product: Product, tile: int) -> int:
+    """How many steps there are at most: one for each tile, and one more for each change of the group."""
+    batch = math.prod(product.batch)
+    return -(-batch * math.prod(product.rows) // tile) + batch * (product.w.shape[-3] + 1) - 1
+
+
 def steps_of(product: Product, tile: int) -> Steps:
     """The steps of a product, for tiles of so many rows of the whole batch. The last steps may be empty."""
     ends, numbers = _ends(product)
@@ -56,7 +62,7 @@ def steps_of(product: Product, tile: int) -> Steps:
     visits = jnp.where(ends > begins, (ends - 1) // tile - first + 1, 0)
     visited = jnp.cumsum(visits)
     tiles = -(-math.prod(product.batch) * math.prod(product.rows) // tile)
-    step = jnp.arange(tiles + ends.size - 1, dtype=jnp.int32)
+    step = jnp.arange(step_count(product, tile), dtype=jnp.int32)
     group = jnp.minimum(_count_below(visited, step), ends.size - 1)
     at = jnp.minimum(first[group] + step - (visited - visits)[group], tiles - 1)
     is_real = step < visited[-1]
@@ -81,7 +87,7 @@ def ragged(x: jax.Array, w: jax.Array, product: Product, **options: Any) -> jax.
         lhs_ragged_dimensions=[batch],
         rhs_group_dimensions=[batch],
     )
-    return lax.ragged_dot_general(x, w, product.sizes, dims, **options)
+    return lax.ragged_dot_general(x, w, jnp.asarray(product.sizes), dims, **options)
 
 
 def by_groups(

@@ -278,11 +278,10 @@ def own_groups(product: Product, of_rows: Sequence[str], of_groups: Sequence[str
 
     Where the groups are sharded, x starts at the first group of the device: by how many rows it is shifted is returned.
     """
-    row = len(product.batch)
-    ends = jnp.cumsum(product.sizes, axis=-1)
-    held = product.rows[0]
-    starts = ends - product.sizes - (first := lax.axis_index(of_rows) * held if of_rows else 0)
-    starts, ends = (jnp.clip(at, 0, held) for at in (starts, ends - first))
+    row, held = len(product.batch), product.rows[0]
+    sizes = jnp.asarray(product.sizes)
+    ends = jnp.cumsum(sizes, axis=-1) - (lax.axis_index(of_rows) * held if of_rows else 0)
+    starts, ends = (jnp.clip(at, 0, held) for at in (ends - sizes, ends))
     sizes = ends - starts
     if not of_groups:
         return replace(product, sizes=sizes), None
