@@ -21,6 +21,7 @@ from lowbit.formats.blocks import WHOLE, block_sum, repeated, span_of
 from lowbit.formats.sharding import explicit_axes
 from lowbit.kernels import reference
 from lowbit.kernels.groups import by_groups, ragged
+from lowbit.kernels.lazy import reference_when_lowered
 from lowbit.kernels.product import Product
 from lowbit.runtime._compat import match_varying
 
@@ -118,7 +119,7 @@ def _program(product: Product, *, kernels: Any) -> jax.Array:
     if product.w.scale_components and devices_in_use(*jax.tree.leaves(product)) > 1:
         product = replace(product, w=product.w.plain())
     leaves, tree = jax.tree.flatten(product)
-    sharded = ShardedProduct(partial(by_platform, dict(kernels), reference.matmul), product)
+    sharded = ShardedProduct(partial(by_platform, dict(kernels), reference_when_lowered), product)
     return over_devices(sharded, *leaves, like=lambda *leaves: reference.matmul(jax.tree.unflatten(tree, leaves)))
 
 

@@ -1,0 +1,144 @@
+"""Time before the first result: importing lowbit, tracing, lowering and compiling a quantized model, an eager product.
+
+python benchmarks/overhead_tracing.py [--repeat 3] [--save overhead-tracing]
+
+The model has the shapes of SmolLM2-135M: scanned over stacks of layers, and with its layers unrolled. Each repeat
+starts with empty caches. *over dense* compares with the same program on dense weights.
+"""
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import measure
+
+import lowbit
+from lowbit.demo.llama import LlamaConfig, rms_norm, rope
+
+CONFIG = LlamaConfig(49152, 576, 30, 9, 3, 1536, 8192, 100000.0, 1e-5)
+STAGES = ("trace", "lower", "compile")
+
+
+def model(params: Any, tokens: jax.Array) -> jax.Array:
+    """A llama without a cache: a stack of layers in a scan, or a list of layers one after the other."""
+    heads, kv_heads, size = CONFIG.heads, CONFIG.kv_heads, CONFIG.head_size
+    positions = jnp.arange(tokens.shape[1])
+
+    def split(x: jax.Array, heads: int) -> jax.Array:
+        return jnp.swapaxes(x.reshape(*x.shape[:-1], heads, size), 1, 2)
+
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        h = rms_norm(x, p["attn_norm"], CONFIG.epsilon)
+        q, k = split(h @ p["q"], heads), split(h @ p["k"], kv_heads)
+        q, k = (rope(x, positions, CONFIG.rope_base) for x in (q, k))
+        q = q.reshape(-1, kv_heads, heads // kv_heads, *q.shape[2:])
+        scores = jnp.einsum("bkgsd,bktd->bkgst", q, k) / size**0.5
+        weights = jax.nn.softmax(jnp.where(positions <= positions[:, None], scores, -jnp.inf))
+        mixed = jnp.einsum("bkgst,bktd->bskgd", weights, split(h @ p["v"], kv_heads)).reshape(x.shape)
+        x = x + mixed @ p["o"]
+        h = rms_norm(x, p["mlp_norm"], CONFIG.epsilon)
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+
+    x = params["embed"][tokens]
+    if isinstance(params["layers"], dict):
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+    else:
+        for p in params["layers"]:
+            x, _ = layer(x, p)
+    return rms_norm(x, params["norm"], CONFIG.epsilon) @ params["embed"].T
+
+
+def shapes(format: str | None, unrolled: bool) -> Any:
+    """The parameters as shapes: a stack of layers, or a list of them."""
+    of_layer = {"attn_norm": (576,), "q": (576, 576), "k": (576, 192), "v": (576, 192), "o": (576, 576)}
+    of_layer |= {"mlp_norm": (576,), "gate": (576, 1536), "up": (576, 1536), "down": (1536, 576)}
+    stack = () if unrolled else (CONFIG.layers,)
+
+    def weight(shape: tuple[int, ...]) -> Any:
+        dense = jnp.zeros((*stack, *shape))
+        return dense if format is None or len(shape) < 2 else lowbit.quantize(dense, format, axis=-2)
+
+    def params() -> Any:
+        layers = {name: weight(shape) for name, shape in of_layer.items()}
+        embed = jnp.zeros((CONFIG.vocabulary, CONFIG.width))
+        return {"layers": [layers] * CONFIG.layers if unrolled else layers, "embed": embed, "norm": jnp.zeros(576)}
+
+    return jax.eval_shape(params)
+
+
+def stages(params: Any, is_dense: bool) -> list[float]:
+    """Seconds to trace, lower and compile the model for 16 tokens, without anything cached."""
+    jax.clear_caches()
+    program = jax.jit((lambda fn: fn if is_dense else lowbit.implicit(fn))(lambda *operands: model(*operands)))
+    at = [time.perf_counter()]
+    traced = program.trace(params, jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    at.append(time.perf_counter())
+    lowered = traced.lower()
+    at.append(time.perf_counter())
+    lowered.compile()
+    at.append(time.perf_counter())
+    return [b - a for a, b in itertools.pairwise(at)]
+
+
+def models(report: measure.Report, repeat: int) -> None:
+    for unrolled in (False, True):
+        name = "30 layers unrolled" if unrolled else "30 layers scanned"
+        todo = {format: shapes(format, unrolled) for format in (None, "nf4", "q4", "int8")}
+        found: dict[Any, list[list[float]]] = {format: [] for format in todo}
+        for _ in range(repeat):
+            for format, params in todo.items():
+                found[format].append(stages(params, format is None))
+        best = {format: [min(times) for times in zip(*runs, strict=True)] for format, runs in found.items()}
+        for format, times in best.items():
+            for stage, seconds, dense in zip((*STAGES, "all"), (*times, sum(times)), (*best[None], sum(best[None])), strict=True):
+                report.row(name, stage, format or "dense float32", 1e3 * seconds, seconds / dense)
+
+
+def eager(report: measure.Report, repeat: int) -> None:
+    """One product outside of `jit`, against its kernel: the same product from a compiled function of its components."""
+    w = jax.random.normal(jax.random.key(0), (576, 576))
+    x = jnp.ones((1, 576))
+    for format in ("nf4", "q4", "int8"):
+        q = lowbit.quantize(w, format, axis=-2)
+        components, tree = jax.tree.flatten(q)
+        compiled = jax.jit(lambda x, *components, tree=tree: x @ jax.tree.unflatten(tree, components))
+        calls: dict[str, list[Callable[[], Any]]] = {
+            "compiled": [lambda compiled=compiled, components=components: compiled(x, *components)],
+            "eager": [lambda q=q: x @ q],
+            "dense": [lambda: x @ w],
+        }
+        best = measure.least(calls, 200 * repeat)
+        report.row("x @ q", "compiled", format, 1e3 * best["compiled"], best["compiled"] / best["dense"])
+        report.row("x @ q", "eager", format, 1e3 * best["eager"], best["eager"] / best["dense"])
+        report.row("x @ q", "eager - compiled", format, 1e3 * (best["eager"] - best["compiled"]), None)
+
+
+def imports(report: measure.Report, repeat: int) -> None:
+    def seconds(code: str) -> float:
+        timed = f"import time; t = time.perf_counter(); {code}; print(time.perf_counter() - t)"
+        return float(subprocess.run([sys.executable, "-c", timed], capture_output=True, check=True, text=True).stdout)
+
+    found = [(seconds("import jax, jax.numpy"), seconds("import jax, jax.numpy, lowbit")) for _ in range(repeat)]
+    jax_alone, both = (min(times) for times in zip(*found, strict=True))
+    report.row("import", "jax", "", 1e3 * jax_alone, 1.0)
+    report.row("import", "jax, lowbit", "", 1e3 * both, both / jax_alone)
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.set_defaults(repeat=3)
+    parser.add_argument("--parts", default="imports,eager,models", help="which parts to run")
+    args = parser.parse_args()
+    report = measure.Report(args, ["program", "stage", "weights", "ms", "over dense"])
+    for part in args.parts.split(","):
+        {"imports": imports, "eager": eager, "models": models}[part](report, args.repeat)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
