@@ -10,7 +10,7 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,8 +95,9 @@ def models(report: measure.Report, repeat: int) -> None:
                 found[format].append(stages(params, format is None))
         best = {format: [min(times) for times in zip(*runs, strict=True)] for format, runs in found.items()}
         for format, times in best.items():
-            for stage, seconds, dense in zip((*STAGES, "all"), (*times, sum(times)), (*best[None], sum(best[None])), strict=True):
+            for stage, seconds, dense in zip(STAGES, times, best[None], strict=True):
                 report.row(name, stage, format or "dense float32", 1e3 * seconds, seconds / dense)
+            report.row(name, "all", format or "dense float32", 1e3 * sum(times), sum(times) / sum(best[None]))
 
 
 def eager(report: measure.Report, repeat: int) -> None:
@@ -107,7 +108,7 @@ def eager(report: measure.Report, repeat: int) -> None:
         q = lowbit.quantize(w, format, axis=-2)
         components, tree = jax.tree.flatten(q)
         compiled = jax.jit(lambda x, *components, tree=tree: x @ jax.tree.unflatten(tree, components))
-        calls: dict[str, list[Callable[[], Any]]] = {
+        calls: dict[str, Sequence[Callable[[], Any]]] = {
             "compiled": [lambda compiled=compiled, components=components: compiled(x, *components)],
             "eager": [lambda q=q: x @ q],
             "dense": [lambda: x @ w],
