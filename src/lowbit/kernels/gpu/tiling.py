@@ -95,7 +95,7 @@ def tiling_for(product: Product, tile: Tile | None = None) -> Tiling:
         unit, terms = jnp.dtype(jnp.float32), 1
     rows = math.prod(product.rows)
     if product.sizes is not None:  # tiles of about as many rows as a group has
-        rows = min(-(-rows // w.shape[-3]), 64)
+        rows = min(-(-rows // w.shape[-3]), 32)
     tile = tile or tile_for(rows, w, contract, unit, terms)
     return Tiling(tile, unit, after, terms, levels if long else None)
 
