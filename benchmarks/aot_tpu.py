@@ -89,7 +89,7 @@ def measure(chip: str, x: Any, w: Any, contract: int, dtype: Any) -> dict[str, A
         here = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), (x, w))
         tiling = tiling_for(Product(x, w, contract, dtype), device.device_kind)
         jax.jit(lambda x, w: matmul(Product(x, w, contract, dtype), device.device_kind)).lower(*here).compile()
-    moved = bytes_moved(Kernel(w, tiling), x)
+    moved = bytes_moved(Kernel(Product(x, w, contract, dtype), tiling), x)
     least = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (x, *jax.tree.leaves(w)))
     _, m, n, _ = tiling.shape
     least += m * n * jnp.dtype(dtype).itemsize
@@ -105,7 +105,11 @@ def bytes_moved(kernel: Any, x: Any) -> int:
     """Bytes copied by the steps of the grid, from the kernel's own index maps: blocks whose index changed."""
     tiling = kernel.tiling
     batch, m, n, _ = tiling.shape
-    arrays = jax.eval_shape(lambda x, w: Kernel(w, tiling).operands(x), x.update(shape=(1, *x.shape)), kernel.w)
+
+    def operands(x: Any, product: Product) -> Any:
+        return Kernel(product, tiling).operands(x)
+
+    arrays = jax.eval_shape(operands, x.update(shape=(1, *x.shape)), kernel.product)
     arrays = [*arrays, jax.ShapeDtypeStruct((1, m, n), tiling.dtype)]
     total = 0
     for spec, array in zip([*in_specs(tiling), out_spec(tiling)], arrays, strict=True):

@@ -12,6 +12,7 @@
 
 #include "checks.h"
 #include "choose.h"
+#include "groups.h"
 
 namespace ffi = xla::ffi;
 
@@ -135,8 +136,13 @@ auto bind_stored() {
       .Attr<int64_t>("col_span");
 }
 
+bool multiply(const Matmul& p, bool fast, const Parallel& parallel) {
+  const Kernels& kernels = *choice().kernels;
+  return (fast && kernels.matmul_fast(p, parallel)) || kernels.matmul(p, parallel);
+}
+
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, const Stored& stored, const Weights& w, ffi::AnyBuffer index,
-                  ffi::Result<ffi::AnyBuffer> y, int64_t contract, bool fast) {
+                  ffi::AnyBuffer sizes, ffi::Result<ffi::AnyBuffer> y, int64_t contract, bool fast) {
   if (contract != 0 && contract != 1) return invalid("contract=" + std::to_string(contract) + " must be 0 or 1.");
   auto x_type = float_of(x.element_type()), y_type = float_of(y->element_type());
   if (!x_type || !y_type) return invalid("x and y must be f32, bf16 or f16.");
@@ -153,20 +159,27 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, const Stored& stored, 
   }
   p.batch = dims[0];
   p.m = dims[1];
-  if (index.element_type() != ffi::DataType::S32 || !has_shape(index, {p.batch})) {
-    return invalid("index " + text_of(index) + " must be s32, one for each of " + std::to_string(p.batch) + ".");
+  const bool grouped = sizes.dimensions().size() == 2;
+  const int64_t groups = grouped ? sizes.dimensions()[1] : 1;
+  if (sizes.element_type() != ffi::DataType::S32 || (grouped && !has_shape(sizes, {p.batch, groups}))) {
+    return invalid("sizes " + text_of(sizes) + " must be s32, those of the groups of each of " +
+                   std::to_string(p.batch) + ".");
   }
-  if (p.batch > 0 && w.layers == 0) return invalid("codes " + text_of(stored.codes) + " hold no layer.");
+  if (index.element_type() != ffi::DataType::S32 || !has_shape(index, {p.batch * groups})) {
+    return invalid("index " + text_of(index) + " must be s32, one for each of " + std::to_string(p.batch * groups) +
+                   ".");
+  }
+  if (p.batch * groups > 0 && w.layers == 0) return invalid("codes " + text_of(stored.codes) + " hold no layer.");
   p.x = x.untyped_data();
   p.x_type = *x_type;
   p.index = static_cast<const int32_t*>(index.untyped_data());
   p.y = y->untyped_data();
   p.y_type = *y_type;
   if (p.batch * p.m * p.n == 0) return ffi::Error::Success();
-  const Kernels& kernels = *choice().kernels;
   Parallel parallel = parallel_on(pool);
-  if (fast && kernels.matmul_fast(p, parallel)) return ffi::Error::Success();
-  return finished(kernels.matmul(p, parallel));
+  const auto run = [fast](const Matmul& part, const Parallel& threads) { return multiply(part, fast, threads); };
+  if (!grouped) return finished(run(p, parallel));
+  return finished(multiply_groups(p, groups, static_cast<const int32_t*>(sizes.untyped_data()), parallel, run));
 }
 
 ffi::Error take(ffi::ThreadPool pool, ffi::AnyBuffer ids, const Stored& stored, const Weights& w,
@@ -338,6 +351,7 @@ ffi::Error search(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer levels,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lowbit_matmul, lowbit::OnStored<lowbit::matmul>(),
                               lowbit::bind_stored()
                                   .Arg<ffi::AnyBuffer>()  // index
+                                  .Arg<ffi::AnyBuffer>()  // sizes
                                   .Ret<ffi::AnyBuffer>()  // y
                                   .Attr<int64_t>("contract")
                                   .Attr<bool>("fast"));

@@ -69,22 +69,29 @@ def device(chip: str) -> jax.Device:
     return topologies.get_topology_desc("gpu", **options).devices[0]
 
 
-def compiled(chip, format, contract, m, k, n, dtype, **options):
-    """The resources of a compiled product (registers, spilled bytes, shared memory) and the text of the program."""
+def compiled(chip, format, contract, m, k, n, dtype, experts=(), **options):
+    """The resources of a compiled product (registers, spilled bytes, shared memory) and the text of the program.
+
+    `experts`: the shape of a stack of them, over which the rows are grouped.
+    """
     place = jax.sharding.SingleDeviceSharding(device(chip))
-    shape = (k, n) if contract == -2 else (n, k)
+    shape = (*experts, *((k, n) if contract == -2 else (n, k)))
     w = jax.eval_shape(lambda: lowbit.FORMATS[format].quantize(jnp.zeros(shape, dtype), axis=contract))
     x = jax.ShapeDtypeStruct((m, k), dtype)
-    x, w = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (x, w))
+    sizes = jax.ShapeDtypeStruct(experts, jnp.int32)
+    x, w, sizes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), (x, w, sizes))
 
-    def lowbit_aot(x, w):
+    @lowbit.implicit
+    def lowbit_aot(x, w, sizes):
+        if experts:
+            return jax.lax.ragged_dot(x, w if contract == -2 else jnp.matrix_transpose(w), sizes)
         if options:
             with lowering_for(gpu.ANY_GPU):
                 return kernel.matmul(Product(x, w, contract, dtype), **options)
         return x @ (w if contract == -2 else w.T)
 
     shutil.rmtree(DUMP, ignore_errors=True)
-    text = jax.jit(lowbit_aot).trace(x, w).lower(lowering_platforms=("cuda",)).compile().as_text()
+    text = jax.jit(lowbit_aot).trace(x, w, sizes).lower(lowering_platforms=("cuda",)).compile().as_text()
     (code,) = (path for path in glob.glob(f"{DUMP}/*.ptx") if "lowbit_matmul" in Path(path).read_text())
     tool = shutil.which("ptxas")
     assert tool == str(TOOLS / "ptxas"), f"another ptxas than the installed one: {tool}"
@@ -129,6 +136,18 @@ def test_products(chip: str) -> int:
     return count
 
 
+def test_experts(chip: str) -> int:
+    """Each expert on its own rows, in the main formats."""
+    cases = list(itertools.product(MAIN, (-2, -1), (24, 512)))
+    for format, contract, m in cases:
+        case = f"{chip} {format} contract {contract} {m} rows in 8 groups"
+        found = compiled(chip, format, contract, m, 2048, 1408, jnp.bfloat16, experts=(8,))
+        assert found["text"].count(f'custom_call_target="{CALL}"') == 1, case
+        assert not re.search(r"\b(?:f32|bf16|f16)\[(?:8,)?(?:2048,1408|1408,2048)\]", found["text"]), case
+        assert found["spills"] == 0, f"{case}: {found['spills']} bytes spilled"
+    return len(cases)
+
+
 def test_a_tile_beyond_shared_memory_is_refused_by_the_compiler(chip: str) -> None:
     """A tile larger than the shared memory of a multiprocessor."""
     try:
@@ -144,7 +163,7 @@ def main() -> None:
         for chip in CHIPS:
             start = time.monotonic()
             test_a_tile_beyond_shared_memory_is_refused_by_the_compiler(chip)
-            count = test_products(chip)
+            count = test_products(chip) + test_experts(chip)
             print(f"{chip}: {count} products compiled in {time.monotonic() - start:.0f} s by {shutil.which('ptxas')}")
     finally:
         shutil.rmtree(DUMP, ignore_errors=True)

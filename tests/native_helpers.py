@@ -139,11 +139,11 @@ def random_scales(rng, shape, kind):
     return values[stored] * tops, [stored, tops, none, none.reshape(0)]
 
 
-def matmul(target, x, stored, index, contract, dtype=jnp.float32, fast=False):
+def matmul(target, x, stored, index, contract, dtype=jnp.float32, fast=False, sizes=()):
     n = stored.values.shape[2 - contract]
     call = jax.ffi.ffi_call(target("lowbit_matmul"), jax.ShapeDtypeStruct((*x.shape[:2], n), dtype))
     return jax.jit(functools.partial(call, contract=np.int64(contract), fast=fast, **stored.attributes))(
-        x, *stored.operands, np.asarray(index, np.int32)
+        x, *stored.operands, np.asarray(index, np.int32), np.asarray(sizes, np.int32)
     )
 
 

@@ -92,6 +92,28 @@ def test_matmul_by_index(target):
         check_matmul(target, format, contract, spans, 1, 320, 256, layers=4, index=(3, 1, 1, 0, 2, 3), shared=shared)
 
 
+def test_matmul_by_groups(target):
+    """Each group of rows by its own matrix: few large groups, many small ones, none, and rows behind the last one."""
+    rng = np.random.default_rng(1)
+    few, many = [[40, 0, 3, 30], [0, 0, 77, -2]], [[1, 2, 0, 3, 1, 1, 2, 4, 0, 5, 1, 2]]
+    for format, contract, fast in itertools.product(("nf4", "q3", "fp8"), (0, 1), (False, True)):
+        for sizes, m, k, n in [(few, 77, 96, 130), (many, 25, 320, 256), ([[0, 0]], 3, 33, 7), ([[5, 9]], 6, 33, 7)]:
+            stored = Stored(format, 3, *((n, k) if contract else (k, n)), *((1, 32) if contract else (32, 1)))
+            index = rng.integers(-1, 4, np.size(sizes))
+            x = rng.standard_normal((len(sizes), m, k)).astype(np.float32)
+            y = np.asarray(matmul(target, x, stored, index, contract, fast=fast, sizes=sizes))
+            w = stored.values[np.clip(index, 0, 2)].reshape(*np.shape(sizes), *stored.values.shape[1:])
+            w = w.swapaxes(-2, -1) if contract else w
+            want = np.zeros(y.shape)
+            for b, of in enumerate(sizes):
+                ends = np.minimum(np.cumsum(np.maximum(of, 0)), m)
+                for g, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                    want[b, begin:end] = x[b, begin:end] @ w[b, g]
+                assert (y[b, ends[-1] :] == 0).all()
+            worst = np.abs(y - want).max(initial=0) / max(np.abs(want).max(initial=0), 1)
+            assert worst < (0.03 if fast else 1e-5), (format, contract, fast, sizes, worst)
+
+
 def test_matmul_passes_nan_on(target):
     for contract, (row_span, col_span), m in itertools.product((0, 1), [(64, 1), (1, 64)], (1, 20)):
         stored = Stored("nf4", 1, 128, 128, row_span, col_span)
@@ -123,6 +145,7 @@ def test_wrong_operands_get_an_error(target):
         "offset": none,
         "scale_map": no_map,
         "index": np.zeros(1, np.int32),
+        "sizes": np.zeros(0, np.int32),
     }
     call = functools.partial(call_with, target("lowbit_matmul"), good, stored.attributes)
     call()
@@ -159,6 +182,9 @@ def test_wrong_operands_get_an_error(target):
         ("contract=2", {"contract": np.int64(2)}),
         ("index", {"index": np.zeros(2, np.int32)}),
         ("index", {"index": np.zeros(1, np.float32)}),
+        ("index .* one for each of 3", {"sizes": np.zeros((1, 3), np.int32)}),
+        ("sizes", {"sizes": np.zeros((2, 1), np.int32)}),
+        ("sizes", {"sizes": np.zeros((1, 1), np.float32)}),
     ]:
         with pytest.raises(Exception, match="lowbit: .*" + text):
             call(**changes)

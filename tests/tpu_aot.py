@@ -174,6 +174,19 @@ def test_a_scan_reads_its_layers_in_place(format: str) -> None:
         assert not found or found[1] in ("parameter", "get-tuple-element", "bitcast"), line
 
 
+@pytest.mark.parametrize("contract", [-2, -1])
+@pytest.mark.parametrize("format", FORMATS if ALL else ["int8", "nf4", "q4"])
+@pytest.mark.parametrize("chip", TOPOLOGIES if ALL else ["v5e"])
+def test_each_expert_on_its_own_rows(chip: str, format: str, contract: int) -> None:
+    mesh, (k, n) = mesh_of(chip, 1), (2048, 1408)
+    w = weight(format, (8, k, n) if contract == -2 else (8, n, k), contract)
+    experts = (lambda w: w) if contract == -2 else (lambda w: w.mT)
+    for rows in (512, 24):
+        x, sizes = shaped(mesh, (jax.ShapeDtypeStruct((rows, k), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)))
+        text = compiled(lambda x, w, sizes: lax.ragged_dot(x, experts(w), sizes), x, shaped(mesh, w), sizes)
+        assert_in_the_kernel(text, k, n)
+
+
 def test_a_tile_that_is_too_large_is_refused() -> None:
     m, k, n = 16, 1 << 20, 512
     mesh = mesh_of("v5e", 1)

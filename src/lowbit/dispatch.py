@@ -5,7 +5,6 @@ operands.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -108,4 +107,4 @@ def by_platform(
         return call
 
     chosen = {platform: typed(kernel) for platform, kernel in kernels.items()}
-    return lax.platform_dependent(*operands, default=partial(reference, **params), **chosen)
+    return lax.platform_dependent(*operands, default=typed(reference), **chosen)

@@ -29,6 +29,7 @@ from lowbit.formats.search import factors_to_try, inverse_top
 
 from . import reference
 from ._tiles import layer_numbers
+from .groups import group_sizes
 from .product import Product
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -99,10 +100,12 @@ def _matrices_fit(w: QuantizedArray) -> bool:
 def matmul(product: Product) -> jax.Array:
     """As `reference.matmul`; float32 sums are as exact as any `precision` asks for."""
     w, matrices, rows = product.w, math.prod(product.batch), math.prod(product.rows)
+    sizes = np.zeros(0, np.int32) if product.sizes is None else group_sizes(product)
     y = jax.ffi.ffi_call("lowbit_matmul", jax.ShapeDtypeStruct((matrices, rows, product.n), product.dtype))(
         product.x.reshape(matrices, rows, product.k),
         *_operands(w, math.prod(w.stored_shape[:-2])),
         layer_numbers(w),
+        sizes,
         **_layout(w),
         contract=np.int64(product.contract + 2),
         fast=product.arithmetic == "fast",

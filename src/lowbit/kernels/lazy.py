@@ -1,4 +1,4 @@
-"""Kernels that are traced when a program is lowered for their platform.
+"""Kernels, and the reference beside them, that are traced when a program is lowered for their platform.
 
 JAX traces a product for every platform, since it is compiled for one of them later. Tracing a kernel takes longer than
 the rest of a product, importing Pallas longer still, and most programs never need the kernels of other platforms. The
@@ -33,6 +33,15 @@ def when_lowered(
     """
     leaves, tree = jax.tree.flatten(product)
     return _kernel_p.bind(*leaves, kernel=kernel, tree=tree, platform=platform, default=default)
+
+
+def reference_when_lowered(product: Product) -> jax.Array:
+    """As `reference.matmul`, which takes longer to trace than everything else of a product that has a kernel."""
+    return when_lowered(_no_kernel, product, "")
+
+
+def _no_kernel(product: Product, device: Device) -> jax.Array:
+    raise AssertionError("No program is lowered for this platform.")
 
 
 @_kernel_p.def_abstract_eval

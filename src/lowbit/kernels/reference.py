@@ -1,5 +1,7 @@
 """Every operation by decoding: correct on every platform, and what each kernel is tested against."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,11 +9,14 @@ from jax import lax
 from lowbit.formats.blocks import WHOLE, span_of, spread
 from lowbit.formats.quantized import QuantizedArray
 
+from .groups import by_groups, ragged
 from .product import Product
 
 
 def matmul(product: Product) -> jax.Array:
     """Multiply and sum in float32 (float64 for a float64 result), and round once; integers in their own dtype."""
+    if product.sizes is not None:
+        return _grouped(product)
     x, w, dtype = product.x, product.w, product.dtype
     wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
     batch = tuple(range(w.ndim - 2))
@@ -25,6 +30,21 @@ def matmul(product: Product) -> jax.Array:
         out_sharding=product.out_sharding,
     )
     return y.astype(dtype)
+
+
+def _grouped(product: Product) -> jax.Array:
+    """Each group by its own matrix, which is decoded for each tile of rows that has some of the group."""
+    w, dtype = product.w.resolved(), product.dtype
+    if product.out_sharding is not None:  # on explicit axes, where JAX knows no type for the parts of a tile
+        wide = jnp.promote_types(dtype, jnp.float32)
+        dense = w.decode().astype(wide)
+        return ragged(product.x.astype(wide), dense, product, out_sharding=product.out_sharding).astype(dtype)
+    w = w.map_components(lambda component, _: component.reshape(-1, *component.shape[-2:]))
+
+    def multiply(x: jax.Array, i: jax.Array) -> jax.Array:
+        return matmul(replace(product, x=x, w=w.replace(index=i), sizes=None))
+
+    return by_groups(multiply, product.x.reshape(-1, product.k), product.n, dtype, product).reshape(product.shape)
 
 
 def take(w: QuantizedArray, rows: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ from lowbit.dispatch import by_platform, compute, find_kernels, nearest, use_ker
 from lowbit.formats.blocks import WHOLE, block_sum, repeated, span_of
 from lowbit.formats.sharding import explicit_axes
 from lowbit.kernels import reference
+from lowbit.kernels.groups import by_groups, ragged
+from lowbit.kernels.lazy import reference_when_lowered
 from lowbit.kernels.product import Product
 from lowbit.runtime._compat import match_varying
 
@@ -33,7 +35,8 @@ def matmul(product: Product, *, kernel: bool | None = None) -> jax.Array:
     x, w, batch = product.x, product.w, product.batch
     if w.offset_values() is not None:
         return _with_offsets(product, kernel)
-    if w.transposed or x.shape[: len(batch)] != batch or x.shape[-1] != product.k or x.ndim <= len(batch):
+    grouped = product.sizes is not None
+    if w.transposed or x.shape[: len(batch)] != batch or x.shape[-1] != product.k or x.ndim <= len(batch) + grouped:
         raise ValueError(
             f"matmul: x of shape {x.shape} does not fit w of shape {w.shape} contracted along axis {product.contract}."
         )
@@ -56,18 +59,35 @@ def _with_offsets(product: Product, kernel: bool | None) -> jax.Array:
     offsets = jax.lax.stop_gradient(w.selected(stored))
     contract, kept = product.contract, -3 - product.contract
     sums = _block_sums(product.x.astype(wide), span_of(w.spans, contract))
-    batch = tuple(range(w.ndim - 2))
-    dims = (((sums.ndim - 1,), (offsets.ndim + contract,)), (batch, batch))
     span = span_of(w.spans, kept)
     out = product.out_sharding
     where: Any = jax.typeof(y).sharding
     if out is not None and not _holds_blocks(where, product.n, span):
         out = _without_last(where)
-    thin = jax.lax.dot_general(sums, offsets.astype(wide), dims, precision=jax.lax.Precision.HIGHEST, out_sharding=out)
+    thin = _dense_product(sums, offsets.astype(wide), product, out)
     if span != WHOLE:
         thin = repeated(thin, -1, span, product.n)
         thin = jax.sharding.reshard(thin, where) if explicit_axes(jax.typeof(y)) else thin
     return (y + thin).astype(product.dtype)
+
+
+def _dense_product(x: jax.Array, w: jax.Array, product: Product, out_sharding: Any) -> jax.Array:
+    """A product with dense matrices, of the batch and groups of `product`."""
+    highest = jax.lax.Precision.HIGHEST
+    batch = tuple(range(len(product.batch)))
+    if product.sizes is None:
+        dims = (((x.ndim - 1,), (w.ndim + product.contract,)), (batch, batch))
+        return jax.lax.dot_general(x, w, dims, precision=highest, out_sharding=out_sharding)
+    if out_sharding is not None:
+        return ragged(x, w, product, precision=highest, out_sharding=out_sharding)
+    w = w.reshape(-1, *w.shape[-2:])
+    w = w if product.contract == -2 else jnp.matrix_transpose(w)
+
+    def multiply(rows: jax.Array, i: Any) -> jax.Array:
+        return jnp.matmul(rows, w[i], precision=highest)
+
+    y = by_groups(multiply, x.reshape(-1, x.shape[-1]), w.shape[-1], x.dtype, product)
+    return y.reshape(*x.shape[:-1], w.shape[-1])
 
 
 def _block_sums(x: jax.Array, span: int) -> jax.Array:
@@ -99,7 +119,7 @@ def _program(product: Product, *, kernels: Any) -> jax.Array:
     if product.w.scale_components and devices_in_use(*jax.tree.leaves(product)) > 1:
         product = replace(product, w=product.w.plain())
     leaves, tree = jax.tree.flatten(product)
-    sharded = ShardedProduct(partial(by_platform, dict(kernels), reference.matmul), product)
+    sharded = ShardedProduct(partial(by_platform, dict(kernels), reference_when_lowered), product)
     return over_devices(sharded, *leaves, like=lambda *leaves: reference.matmul(jax.tree.unflatten(tree, leaves)))
 
 
@@ -157,22 +177,29 @@ def _batched(leaves: Any, dims: Any, *, tree: Any, program: Any, kernel: bool) -
     # A sharding that was asked for does not have the mapped axis; JAX infers the one that does.
     product = replace(product, out_sharding=None)
     x, w = product.x, product.w
+    grouped = product.sizes is not None
     if all(d is None for d in dims[1:]):
-        row = w.ndim - 2  # the mapped axis becomes the first of the rows of x
+        row = len(product.batch) + grouped  # the mapped axis becomes one of the rows of x, behind that of the groups
         x = jnp.moveaxis(x, dims[0], row)
         return matmul(replace(product, x=x), kernel=kernel), row
     size = next(leaf.shape[d] for leaf, d in zip(leaves, dims, strict=True) if d is not None)
     front = partial(batching.bdim_at_front, size=size)
     components, w_tree = jax.tree.flatten(w)
-    if w.index is not None and all(d is None for d in mapped.w.components().values()):
+    of_w = dims[1 : 1 + len(components)]
+    shared = all(d is None for leaf, d in zip(components, of_w, strict=True) if leaf is not w.index)
+    if shared and w.index is None:
+        # Other groups of rows for each, and the same matrices: a stack of one that all of them index.
+        w = w.map_components(lambda component, _: component[None], index=jnp.zeros(size, jnp.int32))
+    elif shared:
         # Another layer of the same stack for each: one more axis of the index.
         w = w.replace(index=front(w.index, mapped.w.index))
     elif w.index is not None:
-        resolved = jax.vmap(lambda *components: jax.tree.unflatten(w_tree, components).resolved(), dims[1:])
+        resolved = jax.vmap(lambda *components: jax.tree.unflatten(w_tree, components).resolved(), of_w)
         w = resolved(*components)
     else:
-        w = jax.tree.unflatten(w_tree, list(map(front, components, dims[1:])))
-    return matmul(replace(product, x=front(x, dims[0]), w=w), kernel=kernel), 0
+        w = jax.tree.unflatten(w_tree, list(map(front, components, of_w)))
+    sizes = front(product.sizes, mapped.sizes) if grouped else None
+    return matmul(replace(product, x=front(x, dims[0]), w=w, sizes=sizes), kernel=kernel), 0
 
 
 ad.primitive_jvps[matmul_p] = _jvp

@@ -206,7 +206,7 @@ class ShardedProduct:
         self.multiply, self.contract, self.dtype = multiply, product.contract, product.dtype
         described: Product = jax.eval_shape(lambda product: product, replace(product, out_sharding=None))
         self.tree = jax.tree.structure(described)
-        self.x, self.w = described.x, described.w
+        self.x, self.w, self.sizes = described.x, described.w, described.sizes
 
     def __call__(self, *leaves: jax.Array) -> jax.Array:
         return self.multiply(jax.tree.unflatten(self.tree, leaves))
@@ -216,29 +216,34 @@ class ShardedProduct:
         layers = 0 if self.w.index is None else 1
         index = factors.new(0 if self.w.index is None else self.w.index.ndim)
         lead = factors.new(len(self.w.stored_shape) - 2 - layers)
+        # The groups of rows are an axis of w alone.
+        group = [] if self.sizes is None else [lead.pop()]
         rows = factors.new(len(self.x.shape) - len(index) - len(lead) - 1)
         stack = factors.new(layers)
         # The summed axes of x and w are separate factors: a batch sharded over the devices of the weight stays so.
         k, summed = factors.new(2)
         stored, n = factors.axis(self.w, -3 - self.contract)
         matrix = [stored, summed] if self.contract == -1 else [summed, stored]
-        components = factors.components(self.w, [*stack, *lead, *matrix], index)
-        operands = [" ".join([*index, *lead, *rows, k]), *components]
+        components = factors.components(self.w, [*stack, *lead, *group, *matrix], index)
+        sizes = [] if self.sizes is None else [" ".join(factors.new(len(self.sizes.shape)))]
+        operands = [" ".join([*index, *lead, *rows, k]), *components, *sizes]
         return ", ".join(operands) + " -> " + " ".join([*index, *lead, *rows, n]), factors.sizes
 
     def partition(self, mesh: Mesh, operands: Any) -> tuple[tuple[Any, ...], Any, Callable[..., jax.Array]]:
         """Rows and weight stay where they are. Where both are sharded over the same devices, a layer is gathered."""
         w, stays, moves = self.w, MeshAxes(mesh), MeshAxes(mesh)
         x, codes = entries(operands[0]), entries(operands[1])
-        batch, layers = len(w.shape) - 2, 0 if w.index is None else 1
+        grouped = 0 if self.sizes is None else 1
+        batch, layers = len(w.shape) - 2 - grouped, 0 if w.index is None else 1
         rows = [moves.take(x[axis], [self.x.shape[axis]]) for axis in range(batch, len(self.x.shape) - 1)]
         axes = range(-len(w.stored_shape) + layers, 0)  # of one layer
         held = {axis: stays.stored(w, axis, codes[axis]) for axis in reversed(axes)}
         used = {axis: None if moves.names & {*names_in(held[axis])} else held[axis] for axis in axes}
         moves.names |= {name for entry in used.values() for name in names_in(entry)}
-        index = [moves.take(x[axis], [self.x.shape[axis]]) for axis in range(batch - len(axes) + 2)]
+        index = [moves.take(x[axis], [self.x.shape[axis]]) for axis in range(batch + grouped - len(axes) + 2)]
         gathered = {axis: names_in(held[axis]) for axis in axes if held[axis] != used[axis]}
-        summed = names_in(used[self.contract])
+        groups = names_in(used[-3]) if grouped else ()
+        summed = (*names_in(used[self.contract]), *groups)
 
         def gather(component: jax.Array, spans: tuple[int, ...]) -> jax.Array:
             for axis, names in gathered.items():
@@ -250,19 +255,48 @@ class ShardedProduct:
             product: Product = jax.tree.unflatten(self.tree, leaves)
             if gathered:
                 product = replace(product, w=product.w.resolved().map_components(gather))
+            product, before = own_groups(product, names_in(rows[0]), groups) if grouped else (product, None)
             if not summed:
                 return self.multiply(product)
             y = self.multiply(replace(product, dtype=jnp.promote_types(self.dtype, jnp.float32)))
+            y = y if before is None else _shifted(y, before, batch)
             return lax.psum(y, summed).astype(self.dtype)
 
         def place(_: Any, spans: tuple[int, ...]) -> NamedSharding:
             own = (None if span_of(spans, axis) == WHOLE else held[axis] for axis in axes)
             return stays.place(*[None] * layers, *own)
 
-        lead = [used[axis] for axis in axes[:-2]]
+        lead = [used[axis] for axis in axes[: -2 - grouped]]
         components = w.map_components(place, index=None if w.index is None else moves.place(*index))
-        shardings = (moves.place(*index, *lead, *rows, used[self.contract]), *jax.tree.leaves(components))
+        sizes = [moves.place()] if grouped else []
+        shardings = (moves.place(*index, *lead, *rows, used[self.contract]), *jax.tree.leaves(components), *sizes)
         return shardings, moves.place(*index, *lead, *rows, used[-3 - self.contract]), on_each_device
+
+
+def own_groups(product: Product, of_rows: Sequence[str], of_groups: Sequence[str]) -> tuple[Product, Any]:
+    """The product of a device that has its shards of x and w, with the sizes of all groups in all rows.
+
+    Where the groups are sharded, x starts at the first group of the device: by how many rows it is shifted is returned.
+    """
+    row, held = len(product.batch), product.rows[0]
+    sizes = jnp.asarray(product.sizes)
+    ends = jnp.cumsum(sizes, axis=-1) - (lax.axis_index(of_rows) * held if of_rows else 0)
+    starts, ends = (jnp.clip(at, 0, held) for at in (ends - sizes, ends))
+    sizes = ends - starts
+    if not of_groups:
+        return replace(product, sizes=sizes), None
+    groups = product.w.shape[-3]
+    own = lax.axis_index(of_groups) * groups
+    before = lax.dynamic_index_in_dim(starts, own, starts.ndim - 1, keepdims=False)
+    sizes = lax.dynamic_slice_in_dim(sizes, own, groups, sizes.ndim - 1)
+    return replace(product, x=_shifted(product.x, -before, row), sizes=sizes), before
+
+
+def _shifted(x: jax.Array, by: jax.Array, axis: int) -> jax.Array:
+    """Roll an axis, by another number of entries for each entry of the axes before it."""
+    length = x.shape[axis]
+    at = (jnp.arange(length) - by[..., None]) % length
+    return jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - axis - 1)), axis=axis)
 
 
 class ShardedRows:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from lowbit.kernels.product import Product
 from lowbit.ops.matmul import matmul
 from lowbit.runtime import register
 
-from .structural import layer, permuted, reshaped, squeezed, untransposed
+from .structural import permuted, reshaped, untransposed
 
 
 @register("dot_general")
@@ -41,21 +42,23 @@ def _product(
     preferred_element_type: Any,
     out_sharding: Any = None,
     weight_first: bool = False,
+    groups: Any = None,
     **params: Any,
 ) -> Any:
     if any(value is not None for value in params.values()):
         return NotImplemented
     dtype = preferred_element_type or jnp.promote_types(x.dtype, w.dtype)
     layers = 0 if w.index is None else w.index.ndim
-    if sorted(batch[1])[:layers] != list(range(layers)):
+    group = [] if groups is None else [groups.axis]
+    if sorted([*batch[1], *group])[:layers] != list(range(layers)):
         w = w.resolved()
     # Axes in stored order, so that the weight is not moved.
     stored = [w.swapped(a - w.ndim) + w.ndim for a in range(w.ndim)]
     partner = dict(zip((*batch[1], *summed[1]), (*batch[0], *summed[0]), strict=True))
     w_batch = [a for a in stored if a in batch[1]]
     w_sum = [a for a in stored if a in summed[1]]
-    w_free = [a for a in stored if a not in partner]
-    matrix, contract = _as_matrix(w, stored, w_batch, w_sum, w_free)
+    w_free = [a for a in stored if a not in (*partner, *group)]
+    matrix, contract = _as_matrix(w, stored, [*w_batch, *group], w_sum, w_free)
     if matrix is NotImplemented:
         # Axes can be merged only if those that share a scale come last.
         def covered(a: int) -> float:
@@ -63,11 +66,12 @@ def _product(
             return min(span_of(w.spans, w.swapped(a - w.ndim)) or length, length) / length
 
         w_sum, w_free = sorted(w_sum, key=covered), sorted(w_free, key=covered)
-        matrix, contract = _as_matrix(w, stored, w_batch, w_sum, w_free)
-    if matrix is NotImplemented:
+        matrix, contract = _as_matrix(w, stored, [*w_batch, *group], w_sum, w_free)
+    if matrix is NotImplemented or (groups and any(span != 1 for span in matrix.spans[:-2])):
         return NotImplemented
     x_batch, x_sum = ([partner[a] for a in axes] for axes in (w_batch, w_sum))
-    x_free = [a for a in range(x.ndim) if a not in (*x_batch, *x_sum)]
+    kept = [a for a in range(x.ndim) if a not in (*x_batch, *x_sum)]
+    x_free = kept if groups is None else sorted(kept, key=lambda a: a != groups.rows)
     free_shape = [w.shape[a] for a in w_free]
 
     rows = lax.transpose(x, [*x_batch, *x_free, *x_sum])
@@ -76,7 +80,7 @@ def _product(
     found = {("w", a): i for i, a in enumerate(w_batch)}
     found |= {("x", a): len(w_batch) + i for i, a in enumerate(x_free)}
     found |= {("w", a): len(w_batch) + len(x_free) + i for i, a in enumerate(w_free)}
-    of_x, of_w = [("x", a) for a in x_free], [("w", a) for a in sorted(w_free)]
+    of_x, of_w = [("x", a) for a in kept], [("w", a) for a in sorted(w_free)]
     wanted = [*(("w", a) for a in batch[1]), *(of_w + of_x if weight_first else of_x + of_w)]
     order = [found[axis] for axis in wanted]
     if out_sharding is not None:
@@ -85,7 +89,8 @@ def _product(
         spec = [*out_sharding.spec, *[None] * (len(order) - len(out_sharding.spec))]
         spec = [spec[order.index(i)] for i in range(len(order))] + [None] * (1 - len(w_free))
         out_sharding = NamedSharding(out_sharding.mesh, PartitionSpec(*spec))
-    y = matmul(Product(rows, matrix, contract, dtype, precision, out_sharding))
+    sizes = None if groups is None else groups.ordered([batch[1].index(a) for a in w_batch], rows.shape)
+    y = matmul(Product(rows, matrix, contract, dtype, precision, out_sharding, sizes=sizes))
     if len(w_free) != 1:
         y = y.reshape(*y.shape[:-1], *free_shape)
     return lax.transpose(y, order)
@@ -105,6 +110,21 @@ def _as_matrix(
     return matrix if matrix is NotImplemented else untransposed(matrix), contract
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Groups of rows, each with its own matrix: the axis of x that is grouped, that of the matrices in w, and sizes."""
+
+    rows: int
+    axis: int
+    sizes: jax.Array
+
+    def ordered(self, batch: Sequence[int], shape: Sequence[int]) -> jax.Array:
+        """The sizes for each entry of the batch, its axes in this order; all entries may share them."""
+        if self.sizes.ndim == 1:
+            return jnp.broadcast_to(self.sizes, (*shape[: len(batch)], *self.sizes.shape))
+        return lax.transpose(self.sizes, [*batch, len(batch)])
+
+
 @register("ragged_dot_general")
 def _(
     x: jax.Array,
@@ -112,33 +132,14 @@ def _(
     group_sizes: jax.Array,
     *,
     ragged_dot_dimension_numbers: Any,
-    precision: Any,
-    preferred_element_type: Any,
     group_offset: Any = None,
-    out_sharding: Any = None,
+    **params: Any,
 ) -> Any:
     dims = ragged_dot_dimension_numbers
-    (x_sum, w_sum), batch = dims.dot_dimension_numbers
-    (rows,), groups = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
-    if len(groups) != 1 or batch != ((), ()) or rows in x_sum or group_offset is not None:
+    summed, batch = dims.dot_dimension_numbers
+    (rows,), axes = dims.lhs_ragged_dimensions, dims.rhs_group_dimensions
+    sizes = jnp.asarray(group_sizes)
+    # Without an axis of groups in w, the summed or a batch axis is ragged.
+    if len(axes) != 1 or sizes.ndim not in (1, len(batch[0]) + 1) or group_offset is not None:
         return NotImplemented
-    experts = permuted(w, [groups[0], *(a for a in range(w.ndim) if a != groups[0])])
-    w_sum = [a - (a > groups[0]) for a in w_sum]
-    group_sizes = jnp.asarray(group_sizes)
-    ends = jnp.cumsum(group_sizes)
-
-    def product(g: Any) -> Any:
-        expert = squeezed(layer(experts, g), [0])
-        options = {"precision": precision, "preferred_element_type": preferred_element_type}
-        return _product(x, expert, (x_sum, w_sum), ((), ()), out_sharding=out_sharding, **options)
-
-    y = jax.eval_shape(product, 0)
-    kept = len([a for a in range(rows) if a not in x_sum])  # where the rows are in the result
-    number = lax.broadcasted_iota(ends.dtype, y.shape, kept)
-
-    def step(y: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
-        mine = (number < ends[g]) & (number >= ends[g] - group_sizes[g])
-        return jnp.where(mine, product(g), y), None
-
-    # One expert after the other, each over all rows: every row belongs to one of them or to none.
-    return lax.scan(step, jnp.zeros(y.shape, y.dtype), jnp.arange(experts.shape[0]))[0]
+    return _product(x, w, summed, batch, groups=Groups(rows, axes[0], sizes), **params)

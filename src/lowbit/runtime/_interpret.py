@@ -29,6 +29,7 @@ def implicit(fn: Callable[P, R]) -> Callable[P, R]:
 
     `fn` is traced once with a dense stand-in for each implicit array. Its equations are then run in order: those with
     an implicit operand by the rules (see `register`), all others untouched. It works inside and outside of `jax.jit`.
+    Outside, each call traces `fn` again, which takes milliseconds to seconds: compile what is called more than once.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> q = lowbit.Array8B.quantize(jnp.ones((4, 3)))
@@ -99,14 +100,19 @@ def interpret(program: _compat.Program, args: Sequence[Any]) -> list[Any]:
         return v.val if isinstance(v, Literal) else values[v]
 
     for i, eqn in enumerate(jaxpr.eqns):
-        operand_paths = [None if isinstance(v, Literal) else paths.get(v) for v in eqn.invars]
-        with _set(_equation, eqn), _set(_operand_paths, operand_paths):
-            outs = _evaluate(eqn, [read(v) for v in eqn.invars])
+        operands = [read(v) for v in eqn.invars]
+        if _is_untouched(eqn, operands):
+            with _compat.context_of(eqn):
+                outs = _compat.rebind(eqn, operands)
+        else:
+            operand_paths = [None if isinstance(v, Literal) else paths.get(v) for v in eqn.invars]
+            with _set(_equation, eqn), _set(_operand_paths, operand_paths):
+                outs = _evaluate(eqn, operands)
+            # A transposed or cast parameter keeps its path.
+            origin = eqn.params["path"] if eqn.primitive is capture_p else next(filter(None, operand_paths), None)
+            if origin:
+                paths.update((v, origin) for v, out in zip(eqn.outvars, outs, strict=True) if is_implicit(out))
         values.update(zip(eqn.outvars, outs, strict=True))
-        # A transposed or cast parameter keeps its path.
-        origin = eqn.params["path"] if eqn.primitive is capture_p else next(filter(None, operand_paths), None)
-        if origin:
-            paths.update((v, origin) for v, out in zip(eqn.outvars, outs, strict=True) if is_implicit(out))
         # Drop activations after their last use, as eager execution would.
         for v in {v for v in eqn.invars if not isinstance(v, Literal)} - kept:
             if last_use[v] == i:
@@ -114,13 +120,18 @@ def interpret(program: _compat.Program, args: Sequence[Any]) -> list[Any]:
     return [read(v) for v in jaxpr.outvars]
 
 
+def _is_untouched(eqn: JaxprEqn, operands: list[Any]) -> bool:
+    """Whether no implicit array takes part in an equation, as an operand or inside of it."""
+    if eqn.primitive is capture_p or any(map(is_implicit, operands)):
+        return False
+    return not any(True for inner in _compat.subjaxprs(eqn.params) for _ in _captured(inner))
+
+
 def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if eqn.primitive is capture_p:
         return [jax.tree.unflatten(eqn.params["tree"], operands)]
     captured = [array for inner in _compat.subjaxprs(eqn.params) for array in _captured(inner)]
     with _compat.context_of(eqn):
-        if not captured and not any(map(is_implicit, operands)):
-            return _compat.rebind(eqn, operands)
         outs = apply_rules(eqn.primitive, operands, eqn.params)
         if outs is NotImplemented:
             for array in captured:  # it is dequantized when it is lowered

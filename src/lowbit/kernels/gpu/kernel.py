@@ -24,6 +24,7 @@ from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime._compat import varying_like
 
 from .._tiles import joined_codes, layer_numbers, matrices, planes, scale_components
+from ..groups import step_count, steps_of
 from ..product import Product
 from .tiling import Tile, Tiling, split, tiling_for
 
@@ -35,20 +36,25 @@ def matmul(product: Product, *, tile: Tile | None = None, interpret: bool = Fals
     w = w if scale_components(w) else w.plain()
     product = replace(product, w=w)
     count, m, n, dtype = math.prod(product.batch), math.prod(product.rows), product.n, product.dtype
+    grouped = product.sizes is not None
+    count, m = (1, count * m) if grouped else (count, m)
     tiling = tiling_for(product, tile)
     tile = tiling.tile
+    visits = steps_of(product, tile.rows) if grouped else ()
+    row_tiles = step_count(product, tile.rows) if grouped else -(-m // tile.rows)
     three = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3  # CPU has no TF32
     precision = three if tiling.unit == jnp.float32 else None
     call = pl.pallas_call(
-        partial(_kernel, w=w, contract=product.contract, tiling=tiling, precision=precision),
+        partial(_kernel, w=w, contract=product.contract, tiling=tiling, precision=precision, visits=len(visits)),
         out_shape=varying_like(x, (tile.splits, count, m, n), dtype if tile.splits == 1 else jnp.float32),
-        grid=(count * tile.splits * -(-n // tile.columns) * -(-m // tile.rows),),
+        grid=(count * tile.splits * -(-n // tile.columns) * row_tiles,),
         compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="lowbit_matmul",
     )
     y = call(
         layer_numbers(w),
+        *visits,
         x.reshape(count, m, product.k),
         *(matrices(getattr(w, name)) for name in w.packing),
         *(matrices(lax.stop_gradient(getattr(w, name))) for name in scale_components(w)),
@@ -95,23 +101,27 @@ def _scales(w: QuantizedArray, refs: Any, lead: Any, at: tuple[Any, Any]) -> Any
 
 def _kernel(
     layers: Any,
-    x: Any,
     *refs: Any,
     w: QuantizedArray,
     contract: int,
     tiling: Tiling,
     precision: Any,
+    visits: int,
 ) -> None:
     tile = tiling.tile
+    steps, x, refs = refs[:visits], refs[visits], refs[visits + 1 :]
     codes, scales = refs[: len(w.packing)], refs[len(w.packing) :][: len(scale_components(w))]
     *table, y = refs[len(codes) + len(scales) :]
     (_, m, k), n, per_byte = x.shape, y.shape[-1], min(w.packing.values())
-    place, of = pl.program_id(0), (-(-m // tile.rows), -(-n // tile.columns), tile.splits)
+    row_tiles = steps[0].shape[0] if steps else -(-m // tile.rows)
+    place, of = pl.program_id(0), (row_tiles, -(-n // tile.columns), tile.splits)
     # Rows vary fastest: programs that share codes run at the same time.
     row, column = place % of[0], place // of[0] % of[1]
     share, batch = place // (of[0] * of[1]) % of[2], place // (of[0] * of[1] * of[2])
-    layer = layers[batch]
-    rows = row * tile.rows + jnp.arange(tile.rows)
+    # A visit of a tile multiplies it by the matrix of one group, if there is one, and keeps the rows of that group.
+    at, matrix, begin, end = (ref[row] for ref in steps) if steps else (row, batch, 0, m)
+    layer = layers[jnp.maximum(matrix, 0)]
+    rows = at * tile.rows + jnp.arange(tile.rows)
     columns = column * tile.columns + jnp.arange(tile.columns)
     spans = span_of(w.spans, -2), span_of(w.spans, -1)
 
@@ -140,11 +150,14 @@ def _kernel(
         )
         return sums + (product * of_columns(i * tile.depth) if tiling.after and spans[contract] != WHOLE else product)
 
-    steps = -(-k // tile.depth)
-    length = -(-steps // tile.splits)
+    count = -(-k // tile.depth)
+    length = -(-count // tile.splits)
     zero = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-    sums = lax.fori_loop(share * length, jnp.minimum((share + 1) * length, steps), step, zero)
+    last = jnp.minimum((share + 1) * length, count)
+    if steps:
+        last = jnp.where((matrix >= 0) & (begin < end), last, 0)
+    sums = lax.fori_loop(share * length, last, step, zero)
     if tiling.after and spans[contract] == WHOLE:
         sums = sums * of_columns(0)
-    inside = (rows < m)[:, None] & (columns < n)[None, :]
+    inside = ((rows >= begin) & (rows < end))[:, None] & (columns < n)[None, :]
     triton.store(y.at[share, batch, rows[:, None], columns[None, :]], sums.astype(y.dtype), mask=inside)

@@ -93,7 +93,10 @@ def tiling_for(product: Product, tile: Tile | None = None) -> Tiling:
     terms = _terms_needed(levels, unit, product.dtype, after)
     if not terms:
         unit, terms = jnp.dtype(jnp.float32), 1
-    tile = tile or tile_for(math.prod(product.rows), w, contract, unit, terms)
+    rows = math.prod(product.rows)
+    if product.sizes is not None:  # tiles of about as many rows as a group has
+        rows = min(-(-rows // w.shape[-3]), 32)
+    tile = tile or tile_for(rows, w, contract, unit, terms)
     return Tiling(tile, unit, after, terms, levels if long else None)
 
 

@@ -1,11 +1,13 @@
 """Which block of each operand a step of the grid holds.
 
-The index maps take the place in the grid (matrix of the batch, rows, columns, step of the summed axis) and the numbers
-of the layers in the stack, which are prefetched.
+The index maps take the place in the grid and what is prefetched: the numbers of the layers in the stack, and for groups
+of rows what each step visits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
 
@@ -13,26 +15,60 @@ from .decode import lookup_table
 from .tiling import LANES, SUBLANES, Tiling, round_up
 
 
+class Place(NamedTuple):
+    """What a step of the grid holds: layer of the stack, matrix of the batch, tiles of rows, columns, summed axis."""
+
+    layer: Any
+    batch: Any
+    m: Any
+    n: Any
+    k: Any
+
+
+def grid_of(tiling: Tiling) -> tuple[int, int, int, int]:
+    """The grid as the kernel walks it, the last axis fastest.
+
+    A tile of y stays in memory from one step to the next, so visits of the same tile of rows follow each other.
+    """
+    batch, m, n, k = tiling.grid
+    return (batch, n, m, k) if tiling.steps else (batch, m, n, k)
+
+
+def place_of(tiling: Tiling, *at: Any) -> Place:
+    """The place of a step, from its index in the grid and the prefetched arrays."""
+    if tiling.steps:
+        b, n, step, k, layers, tiles, *_ = at
+        return Place(layers[step], b, tiles[step], n, k)
+    b, m, n, k, layers = at
+    return Place(layers[b], b, m, n, k)
+
+
+def _block(tiling: Tiling, shape: tuple[int, ...], index: Callable[[Place], Any]) -> pl.BlockSpec:
+    return pl.BlockSpec(shape, lambda *at: index(place_of(tiling, *at)))
+
+
 def in_specs(tiling: Tiling) -> list[pl.BlockSpec]:
     """Of each component of codes, scales or what they are decoded from, a table, x, and the factors of its rows."""
     sizes, (rows, columns) = tiling.sizes, tiling.tile
 
-    def codes(b: Any, m: Any, n: Any, k: Any, layers: Any) -> Any:
-        return layers[b], *tiling.stored(n, k)
+    block = partial(_block, tiling)
+
+    def codes(at: Place) -> Any:
+        return at.layer, *tiling.stored(at.n, at.k)
 
     table = lookup_table(tiling)
-    factors = pl.BlockSpec((1, sizes.m, 1), lambda b, m, n, k, layers: (b, m, 0))
+    factors = block((1, sizes.m, 1), lambda at: (at.batch, at.m, 0))
     return [
-        *(pl.BlockSpec((1, rows, columns // per_byte), codes) for per_byte in tiling.packing),
+        *(block((1, rows, columns // per_byte), codes) for per_byte in tiling.packing),
         *_scale_specs(tiling),
         *([] if table is None else [pl.BlockSpec(table.shape, lambda *at: (0, 0))]),
-        pl.BlockSpec((1, sizes.m, sizes.k), lambda b, m, n, k, layers: (b, m, k)),
+        block((1, sizes.m, sizes.k), lambda at: (at.batch, at.m, at.k)),
         *([factors] if tiling.fast else []),  # where x is in 8 bits
     ]
 
 
 def out_spec(tiling: Tiling) -> pl.BlockSpec:
-    return pl.BlockSpec((1, tiling.sizes.m, tiling.sizes.n), lambda b, m, n, k, layers: (b, m, n))
+    return _block(tiling, (1, tiling.sizes.m, tiling.sizes.n), lambda at: (at.batch, at.m, at.n))
 
 
 @dataclass(frozen=True)
@@ -78,21 +114,21 @@ def scale_windows(tiling: Tiling) -> tuple[Window, Window]:
 
 
 def _scale_specs(tiling: Tiling) -> list[pl.BlockSpec]:
-    sizes = tiling.sizes
+    sizes, block = tiling.sizes, partial(_block, tiling)
     if tiling.folded == "x":
-        return [pl.BlockSpec((1, 1, sizes.k), lambda b, m, n, k, layers: (layers[b], 0, k))]
+        return [block((1, 1, sizes.k), lambda at: (at.layer, 0, at.k))]
     if tiling.folded == "y":
-        return [pl.BlockSpec((1, 1, sizes.n), lambda b, m, n, k, layers: (layers[b], 0, n))]
+        return [block((1, 1, sizes.n), lambda at: (at.layer, 0, at.n))]
     windows = scale_windows(tiling)
 
     def spec(wholes: tuple[bool, bool]) -> pl.BlockSpec:
         """Of a component that has one element along some axes, for which nothing moves."""
 
-        def index(b: Any, m: Any, n: Any, k: Any, layers: Any) -> Any:
-            steps = zip(windows, tiling.stored(n, k), wholes, strict=True)
-            return layers[b], *(0 if whole else window.index(step) for window, step, whole in steps)
+        def index(at: Place) -> Any:
+            steps = zip(windows, tiling.stored(at.n, at.k), wholes, strict=True)
+            return at.layer, *(0 if whole else window.index(step) for window, step, whole in steps)
 
         lengths = (1 if whole else window.length for window, whole in zip(windows, wholes, strict=True))
-        return pl.BlockSpec((1, *lengths), index)
+        return block((1, *lengths), index)
 
     return [spec(wholes) for wholes in tiling.coded.values()] if tiling.coded else [spec((False, False))]

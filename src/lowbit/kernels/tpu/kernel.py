@@ -5,9 +5,8 @@ and a tile of the result. It decodes a chunk of bytes at a time, plane by plane,
 Activations stay where they are from step to step, so that weight, x and y cross the memory bus once.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,9 @@ from lowbit.formats.quantized import QuantizedArray
 from lowbit.runtime._compat import varying_like
 
 from .._tiles import layer_numbers, matrices
+from ..groups import matrix_of_rows, steps_of
 from ..product import Product
-from .blocks import in_specs, out_spec, scale_windows
+from .blocks import grid_of, in_specs, out_spec, scale_windows
 from .decode import decode, lookup_table
 from .tiling import LANES, Sizes, Tiling, tiling_for, vmem
 from .vector import aligned, deinterleaved, interleaved, joined, lanes, repeated_lanes, repeated_rows, rows, terms
@@ -32,29 +32,55 @@ def matmul(product: Product, chip: str, *, sizes: Sizes | None = None, interpret
     """Run the product on a chip of this kind. `interpret` runs it in JAX on any platform."""
     x = product.x
     x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # which the chip does not have
-    x = x.reshape(math.prod(product.batch), math.prod(product.rows), product.k)
-    kernel = Kernel(product.w, tiling_for(product, chip, sizes))
-    return kernel.call(x, interpret=interpret).reshape(product.shape).astype(product.dtype)
+    tiling = tiling_for(product, chip, sizes)
+    x = x.reshape(*tiling.shape[:2], product.k)
+    return Kernel(product, tiling).call(x, interpret=interpret).reshape(product.shape).astype(product.dtype)
+
+
+class Visit(NamedTuple):
+    """A step for one group of rows: whether there is something to multiply, the first row and the one behind."""
+
+    has_rows: Any
+    begin: Any
+    end: Any
+
+    @classmethod
+    def of_step(cls, steps: Any, step: Any, rows: int) -> Self:
+        """The visit of a step, with its rows counted from the first one of the tile."""
+        tile, matrix, begin, end = (of[step] for of in steps)
+        return cls((matrix >= 0) & (begin < end), begin - tile * rows, end - tile * rows)
+
+    def kept(self, result: jax.Array, before: jax.Array) -> jax.Array:
+        """The rows of the group, and the others as they were; each is in one group, or in the rest, which is zero."""
+        row = lax.broadcasted_iota(jnp.int32, result.shape, 0)
+        return jnp.where((row >= self.begin) & (row < self.end), result, before)
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A product with a weight, divided by a tiling."""
+    """A product, divided by a tiling."""
 
-    w: QuantizedArray
+    product: Product
     tiling: Tiling
+
+    @property
+    def w(self) -> QuantizedArray:
+        return self.product.w
 
     def call(self, x: jax.Array, *, interpret: bool) -> jax.Array:
         """The product with x of shape (batch, m, k)."""
-        w, tiling = self.w, self.tiling
+        tiling = self.tiling
         (batch, m, n, _), sizes = tiling.shape, tiling.sizes
+        prefetched = self.prefetched()
+        # The visits of a tile of rows by several groups follow each other on one core.
+        by_rows = "arbitrary" if tiling.steps else "parallel"
         decoded = [pltpu.VMEM((1, *(w.length for w in scale_windows(tiling))), jnp.float32)] if tiling.coded else []
         kernel = pl.pallas_call(
             self.step,
             out_shape=varying_like(x, (batch, m, n), tiling.dtype),
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
-                grid=tiling.grid,
+                num_scalar_prefetch=len(prefetched),
+                grid=grid_of(tiling),
                 in_specs=in_specs(tiling),
                 out_specs=out_spec(tiling),
                 scratch_shapes=[
@@ -63,13 +89,21 @@ class Kernel:
                 ],
             ),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+                dimension_semantics=("parallel", "parallel", by_rows, "arbitrary"),
                 vmem_limit_bytes=vmem(tiling.chip),
             ),
             interpret=interpret,
             name="lowbit_matmul",
         )
-        return kernel(layer_numbers(w), *self.operands(x))
+        return kernel(*prefetched, *self.operands(x))
+
+    def prefetched(self) -> list[jax.Array]:
+        """The layer of each matrix of the batch; or of each step, with its tile, matrix, first row and row behind."""
+        layers = layer_numbers(self.w)
+        if not self.tiling.steps:
+            return [layers]
+        steps = steps_of(self.product, self.tiling.sizes.m)
+        return [layers[jnp.maximum(steps.matrix, 0)], *steps]
 
     def operands(self, x: jax.Array) -> list[jax.Array]:
         """What the kernel reads, in the order of `in_specs`."""
@@ -91,7 +125,9 @@ class Kernel:
         """Activations in 8 bits, and what to multiply each row of the result by."""
         x = x.astype(jnp.float32)
         if self.tiling.folded == "x":
-            x = x * scales[layer_numbers(self.w)]
+            layers = layer_numbers(self.w)
+            of_x = layers[matrix_of_rows(self.product)] if self.tiling.steps else layers
+            x = (x.reshape(of_x.size, -1, x.shape[-1]) * scales[of_x]).reshape(x.shape)
         tops = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
         codes = jnp.round(x / jnp.where(tops > 0, tops, 1)).astype(jnp.int8)
         return codes, tops / (self.tiling.fast or 1)
@@ -135,9 +171,9 @@ class Kernel:
         scratch[0] = self.w.replace(**{name: ref[0] for name, ref in zip(names, refs, strict=True)}).scale_values()
         return scratch
 
-    def step(self, layers: Any, *refs: Any) -> None:
-        del layers
-        rest = list(refs)
+    def step(self, *refs: Any) -> None:
+        grouped = bool(self.tiling.steps)
+        rest = list(refs[5 if grouped else 1 :])
         codes = [rest.pop(0) for _ in self.tiling.packing]
         scales = [rest.pop(0) for _ in self.tiling.coded or "1"]
         table = None if lookup_table(self.tiling) is None else rest.pop(0)
@@ -145,8 +181,9 @@ class Kernel:
         x, *factors, y, total = rest
         scales = self.decode_scales(scales, scratch)
         tiling, sizes = self.tiling, self.tiling.sizes
-        at = pl.program_id(2), pl.program_id(3)  # not known inside of the loop
+        at = pl.program_id(1 if grouped else 2), pl.program_id(3)  # not known inside of the loop
         k = at[1]
+        visit = Visit.of_step(refs[1:5], pl.program_id(2), sizes.m) if grouped else None
 
         @pl.when(k == 0)
         def _() -> None:
@@ -158,14 +195,18 @@ class Kernel:
             blocks = tiling.blocks
             total[...] += self.by_block(left, right, scales, i, at, inside) if blocks else self.multiply(left, right)
 
-        lax.fori_loop(0, sizes.k // sizes.chunk, add_chunk, None)
+        def add_all() -> None:
+            lax.fori_loop(0, sizes.k // sizes.chunk, add_chunk, None)
+
+        add_all() if visit is None else pl.when(visit.has_rows)(add_all)
 
         @pl.when(k == tiling.grid[3] - 1)
         def _() -> None:
             result = total[...].astype(jnp.float32) * factors[0][0] if factors else total[...]
             if tiling.contract == -2:
                 result = interleaved(result, tiling.planes)
-            y[0] = (result * scales[0] if tiling.folded == "y" else result).astype(y.dtype)
+            result = (result * scales[0] if tiling.folded == "y" else result).astype(y.dtype)
+            y[0] = result if visit is None else visit.kept(result, y[0])
 
     def masked(self, x: jax.Array, axis: int, inside: Any) -> jax.Array:
         """Zero where a chunk reaches beyond the end of the summed axis; `inside` of it are before the end."""

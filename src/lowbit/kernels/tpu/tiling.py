@@ -17,6 +17,7 @@ from lowbit.formats.blocks import WHOLE, span_of
 from lowbit.formats.quantized import QuantizedArray
 
 from .._tiles import level_table, scale_components
+from ..groups import step_count
 from ..product import Product
 
 LANES, SUBLANES = 128, 8
@@ -24,6 +25,7 @@ VMEM = {"TPU v5 lite": 128 << 20, "TPU v6 lite": 128 << 20}
 """Bytes of fast memory by the kind of the chip; others have 64 MB."""
 
 _NO_INT8 = ("TPU v4", "TPU7")  # chips whose matrix unit does not multiply integers
+GROUPED_ROWS = 128  # of a tile: the matrix unit takes as long for fewer
 _FEW = 6  # operations that take less than a lookup
 
 
@@ -73,7 +75,9 @@ def round_up(number: int, unit: int) -> int:
 class Tiling:
     """How a product of known shapes is divided.
 
-    - `shape`: matrices in the batch, rows of x, columns of y, length of the summed axis.
+    - `shape`: matrices in the batch, rows of x, columns of y, length of the summed axis. Where rows are grouped, the
+      batch is one, and all rows are in x.
+    - `steps`: how many visits of tiles of rows there are (groups.py); 0 if rows are not grouped.
     - `packing`: how many codes a byte of each code component holds.
     - `levels`: of all codes, as `level_table` has them.
     - `decoding`: how a tile gets its levels; see decode.py.
@@ -98,6 +102,7 @@ class Tiling:
     fast: int | None
     dtype: Any
     chip: str
+    steps: int = 0
 
     @property
     def planes(self) -> int:
@@ -105,9 +110,11 @@ class Tiling:
         return min(self.packing)
 
     @property
-    def grid(self) -> tuple[int, ...]:
+    def grid(self) -> tuple[int, int, int, int]:
+        """Matrices of the batch, tiles of rows (or visits of them), tiles of columns, steps of the summed axis."""
         batch, *shape = self.shape
-        return (batch, *(-(-a // b) for a, b in zip(shape, self.sizes[:3], strict=True)))
+        m, n, k = (-(-a // b) for a, b in zip(shape, self.sizes[:3], strict=True))
+        return batch, self.steps or m, n, k
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -132,7 +139,9 @@ class Tiling:
 def tiling_for(product: Product, chip: str, sizes: Sizes | None = None) -> Tiling:
     """The tiling of a product on a chip. x of float16 counts as float32, which it is converted to."""
     w, contract = product.w, product.contract
-    shape = (math.prod(product.batch), math.prod(product.rows), product.n, product.k)
+    batch, m = math.prod(product.batch), math.prod(product.rows)
+    grouped = product.sizes is not None
+    batch, m = (1, batch * m) if grouped else (batch, m)
     dtype = jnp.bfloat16 if product.dtype == jnp.bfloat16 else jnp.float32
     packing, spans = tuple(w.packing.values()), (span_of(w.spans, -2), span_of(w.spans, -1))
     # A scale that covers one axis depends on the other alone: it multiplies x or y.
@@ -146,11 +155,12 @@ def tiling_for(product: Product, chip: str, sizes: Sizes | None = None) -> Tilin
     # Integers are summed where one scale covers the sum, or block by block of rows.
     sums = folded is not None or (contract == -2 and spans[1] == 1)
     fast = product.arithmetic == "fast" and sums and not chip.startswith(_NO_INT8)
-    _, m, n, k = shape
-    unit = max(packing)
+    n, k, unit = product.n, product.k, max(packing)
+    tile = min(m, GROUPED_ROWS) if grouped else m
+    sizes = sizes or sizes_for(tile, k, n, per_byte=unit, contract=contract, span=max(spans[0], 1), chip=chip)
     return Tiling(
-        sizes=sizes or sizes_for(m, k, n, per_byte=unit, contract=contract, span=max(spans[0], 1), chip=chip),
-        shape=shape,
+        sizes=sizes,
+        shape=(batch, m, n, k),
         contract=contract,
         packing=packing,
         levels=levels,
@@ -163,6 +173,7 @@ def tiling_for(product: Product, chip: str, sizes: Sizes | None = None) -> Tilin
         fast=w.int8_multiplier if fast else None,
         dtype=dtype,
         chip=chip,
+        steps=step_count(product, sizes.m) if grouped else 0,
     )
 
 
