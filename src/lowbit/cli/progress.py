@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+T = TypeVar("T")
 
-def shown(names: Sequence[str], doing: str) -> Iterator[str]:
-    """Iterate over names, with a bar that counts them."""
+
+def shown(names: Sequence[T], doing: str) -> Iterator[T]:
+    """Iterate over names or other items, with a bar that counts them."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield from names

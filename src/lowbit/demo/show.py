@@ -17,12 +17,12 @@ from lowbit.models.patterns import Rules
 
 from . import evaluation
 from .evaluation import Quality, Reference, Speed, live_bytes
-from .language_model import LanguageModel
+from .language_model import STORED, LanguageModel
 from .llama import DENSE, Formats
 
 # The formats that are shown by default; "stored" is the file in its own bits, "mix" is q4 with the embedding, which is
 # also the output layer, in int8.
-STORED, MIX = "stored", "mix"
+MIX = "mix"
 SHOWN = (STORED, "q4", "q3", MIX, "nf4", "int8", "ternary", "binary")
 MIXED = {"*embed*": "int8", "*": "q4"}
 CONTINUED = "The capital of France is"
