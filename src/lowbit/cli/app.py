@@ -8,7 +8,6 @@ import dataclasses
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +20,14 @@ from lowbit.io import OptionNeeded
 from lowbit.models.patterns import Rule
 
 from . import formats as written
+from .conversion import CalibrationText, Conversion, Goal, read_text
 from .options import (
     KV,
     KVK,
     KVV,
+    Bits,
+    Budget,
+    Calibrate,
     Dequantize,
     First,
     Force,
@@ -32,10 +35,12 @@ from .options import (
     Json,
     Model,
     Requantize,
+    Size,
     Source,
     Strict,
     Target,
     To,
+    Tokens,
     Type,
 )
 from .printing import listed, print_json, print_table, print_tensors, shape_text
@@ -100,7 +105,9 @@ def quantize(
     target: Target,
     format: Annotated[
         str | None,
-        typer.Option(metavar="FORMAT", help=f"Format of all weights: {', '.join(FORMATS)}. Default: q4."),
+        typer.Option(
+            metavar="FORMAT", help=f"Default: q4. Several, as q3,q4, for --bits and --size. {', '.join(FORMATS)}."
+        ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(metavar="N", help="Weights that share a scale.")] = None,
     axis: Annotated[str | None, typer.Option(metavar="N,...", help="Axes along which they do.")] = None,
@@ -109,6 +116,11 @@ def quantize(
         list[str] | None,
         typer.Option(metavar="PATTERN=FORMAT", help="Formats of tensors by name; the first match decides."),
     ] = None,
+    text: Calibrate = None,
+    tokens: Tokens = 4096,
+    budget: Budget = "4GB",
+    bits: Bits = None,
+    size: Size = None,
     to: To = None,
     type: Type = "Q8_0",
     strict: Strict = False,
@@ -126,11 +138,18 @@ def quantize(
         from lowbit.io._convert import default_format
 
         axes = None if axis is None else written.option("axis", axis)
-        format = format or default_format(to)
-        every = written.config(format, block_size=block_size, axis=axes, double_quant=double_quant or None)
-        rules = [*map(written.rule, rule or ()), Rule("*", every)]
-        options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
-        _convert(source, target, rules, to, type, force, as_json, options)
+        options = {"block_size": block_size, "axis": axes, "double_quant": double_quant or None}
+        first = list(map(written.rule, rule or ()))
+        flags = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
+        conversion = Conversion(source, target, to, type, force, as_json, flags)
+        wanted = None if text is None else CalibrationText(text, tokens, budget)
+        if bits is None and size is None:
+            every = written.config(format or default_format(to), **options)
+            return conversion.run([*first, Rule("*", every)], wanted)
+        if bits is not None and size is not None:
+            raise ValueError("--bits and --size both choose formats: give one of them.")
+        choices = [(given, written.config(given, **options)) for given in written.several(format)]
+        conversion.run(first, wanted, Goal(bits, size, choices, tokens))
 
 
 @app.command(epilog="Example: lowbit convert SmolLM2-135M.gguf smollm2.safetensors")
@@ -150,8 +169,8 @@ def convert(
     Tensors keep their stored bits.
     """
     with plain_errors():
-        options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
-        _convert(source, target, [], to, type, force, as_json, options)
+        flags = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
+        Conversion(source, target, to, type, force, as_json, flags).run([])
 
 
 @app.command(epilog="Example: lowbit inspect model.gguf")
@@ -241,7 +260,7 @@ def evaluate(
     with plain_errors():
         from lowbit.demo import evaluation
 
-        prose = evaluation.demo_text() if text is None else _read_text(text)
+        prose = evaluation.demo_text() if text is None else read_text(text)
         found = evaluation.evaluate(
             a, b, prose, tokens=tokens, window=window, progress=lambda windows: shown(windows, "evaluating")
         )
@@ -333,7 +352,7 @@ def demo(
         asked = show.SHOWN if formats is None else [name for name in formats.split(",") if name]
         names = [name if name in (show.STORED, show.MIX) else written.known(name) for name in asked]
         cache = written.cache_formats(kv, kv_k, kv_v)
-        prose = evaluation.demo_text() if text is None else _read_text(text)
+        prose = evaluation.demo_text() if text is None else read_text(text)
         show.run(_model_path(model), prose, formats=names, cache=cache, tokens=tokens)
 
 
@@ -359,7 +378,7 @@ def generate(
         from lowbit.demo.language_model import LanguageModel
 
         config = format if format in (None, "float32") else written.config(format)
-        with counted("quantizing") as (progress, _):
+        with counted("quantizing") as (progress, *_):
             loaded = LanguageModel.from_file(_model_path(model), config, progress=progress)
         loaded = dataclasses.replace(loaded, formats=written.cache_formats(kv, kv_k, kv_v) or (None, None))
         ids = loaded.tokenizer.encode(prompt) if raw else loaded.tokenizer.chat(prompt)
@@ -367,44 +386,6 @@ def generate(
             sys.stdout.write(text)
             sys.stdout.flush()
         sys.stdout.write("\n")
-
-
-def _convert(
-    source: Path,
-    target: Path,
-    rules: Iterable[Rule],
-    to: str | None,
-    type: str,
-    force: bool,
-    as_json: bool,
-    options: dict[str, bool],
-) -> None:
-    from lowbit.io import DequantizedWarning, open_tensors
-    from lowbit.io._convert import check_target, convert
-
-    file = open_tensors(source, strict=options["strict"])
-    check_target(source, target, force=force)
-    with warnings.catch_warnings(), counted(target.name) as (progress, note):
-        warnings.simplefilter("ignore", DequantizedWarning)  # printed below, a line for each
-        report = convert(
-            file,
-            target,
-            rules=list(rules),
-            to=to,
-            type=type,
-            progress=progress,
-            note=lambda text: note(f"lowbit: {text}"),
-            **options,
-        )
-    for name, reason in getattr(file, "dequantized", {}).items():
-        typer.echo(f"lowbit: {name} was dequantized: {reason}.", err=True)
-    for pattern in report.unmatched:
-        typer.echo(f"lowbit: The pattern {pattern!r} matched no tensor.", err=True)
-    if as_json:
-        totals = {"before": report.before, "after": report.after, "on_disk": report.on_disk}
-        named = {"unmatched": report.unmatched, "notes": report.notes}
-        return print_json({"tensors": report.as_dicts(), **totals, **named})
-    typer.echo(str(dataclasses.replace(report, unmatched=())))
 
 
 def _check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
@@ -423,13 +404,6 @@ def _model_path(given: Path | None) -> Path:
     from lowbit.demo.model_file import demo_model_path
 
     return demo_model_path()
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}.") from None
 
 
 def _badness(row: dict[str, Any]) -> float:

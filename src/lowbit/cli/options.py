@@ -33,22 +33,26 @@ To = Annotated[
     ),
 ]
 Type = Annotated[str, typer.Option(metavar="TYPE", help="Type of dense matrices in a GGUF file: F16 or Q8_0.")]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized, or cannot keep its stored bits.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace DST. In a directory, only files that lowbit wrote.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized or kept.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace DST; in a directory, only lowbit's files.")]
 Requantize = Annotated[
     bool,
     typer.Option(
         "--requantize",
-        help="Also quantize tensors that are stored in another format, or in blocks that DST cannot hold.",
+        help="Also quantize tensors stored in another format.",
     ),
 ]
 Dequantize = Annotated[
     bool,
-    typer.Option(
-        "--dequantize", help="Dequantize tensors whose format DST cannot hold. Their quantization error remains."
-    ),
+    typer.Option("--dequantize", help="Dequantize what DST cannot hold; errors remain."),
 ]
 Formats = Annotated[str, typer.Option(metavar="FORMAT,...", help="Formats to time, separated by commas.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with null for NaN and infinity.")]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option("--calibrate", metavar="TEXT", help="Round for the inputs of a llama on a text."),
+]
+Tokens = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the text.")]
+Budget = Annotated[str, typer.Option(metavar="SIZE", help="Memory for its statistics.")]
+Bits = Annotated[float | None, typer.Option(metavar="N", help="Choose formats for a mean of bits per weight.")]
+Size = Annotated[str | None, typer.Option(metavar="SIZE", help="Choose formats for a size of DST, as 60MB.")]

@@ -226,11 +226,10 @@ def evaluate(
         reference = Reference(*map(np.asarray, (logits[0], jnp.argmax(logits[0], -1))))
         for own, of_model in zip(found, logits, strict=True):
             own.append(_by_token(of_model, reference, part))
-    bits = [
-        tuple(stored_bits(file.file, names) for file, names in zip(files, chosen, strict=True))
-        for chosen in ([list(file.file) for file in files], [file.linears for file in files])
-    ]
-    return Evaluation(summary(found[0]), summary(found[1]), *bits, sum(map(len, parts)), len(parts[0]))
+    first, second = files
+    bits = stored_bits(first.file, first.file), stored_bits(second.file, second.file)
+    linear = stored_bits(first.file, first.linears), stored_bits(second.file, second.linears)
+    return Evaluation(summary(found[0]), summary(found[1]), bits, linear, sum(map(len, parts)), len(parts[0]))
 
 
 def stored_bits(file: Reader, names: Iterable[str]) -> float:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -64,6 +64,11 @@ def model_fields(file: Reader) -> dict[str, Any]:
     )
 
 
+def tokenizer_of(file: Reader, fields: Mapping[str, Any]) -> Tokenizer | HuggingFaceTokenizer:
+    """The tokenizer of a file with these `model_fields`."""
+    return Tokenizer.from_gguf(fields) if GGUF_KEY in fields else HuggingFaceTokenizer(file.path)
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """Parameters, dense or quantized, with the tokenizer of their file.
@@ -92,7 +97,7 @@ class LanguageModel:
         """
         file = open_tensors(path)
         fields = model_fields(file)
-        tokenizer = Tokenizer.from_gguf(fields) if GGUF_KEY in fields else HuggingFaceTokenizer(file.path)
+        tokenizer = tokenizer_of(file, fields)
         as_stored = format == STORED or (format is None and any(is_stored(file.type(name)) for name in file))
         config, params = llama.load(file, fields, as_stored=as_stored)
         model = cls(config, tokenizer, params)

@@ -68,7 +68,7 @@ def run(
         if config is None:
             model = LanguageModel.from_file(path)
         else:
-            with counted("quantizing") as (progress, _):
+            with counted("quantizing") as (progress, *_):
                 model, _ = LanguageModel.from_gguf(path).quantized(config, strict=True, progress=progress)
         model = dataclasses.replace(model, formats=kv)
         results.append(_measured(name, model, size, windows, references, tokens))

@@ -19,7 +19,18 @@ from lowbit.runtime import is_implicit, materialize
 from .histogram import histogram
 from .patterns import Rules, naming, ordered_rules
 from .plan import SMALL, PlannedLeaf, plan_tree
-from .report import NOT_CALIBRATED, Outputs, Report, Row, array_bytes, relative_error, row, worst
+from .report import (
+    NO_STATISTIC,
+    NOT_CALIBRATED,
+    Outputs,
+    Report,
+    Row,
+    array_bytes,
+    calibrated_by,
+    relative_error,
+    row,
+    worst,
+)
 
 T = TypeVar("T")
 
@@ -115,9 +126,8 @@ def _calibrated(path: str, leaf: Any, config: QuantizationConfig, moments: Momen
         found = quantize_calibrated(leaf, config, moments)
     if isinstance(found.before, Tracer):
         return found.array, None, Outputs(None, None, "calibrated")
-    how = "GPTQ" if moments.hessian is not None else "scales for its inputs"
-    how = f"{how} did not help and is left out" if bool(found.kept) else how
-    return found.array, _error(found.array, leaf), Outputs(float(found.before), float(found.after), how)
+    outputs = calibrated_by(float(found.before), float(found.after), moments.hessian is not None)
+    return found.array, _error(found.array, leaf), outputs
 
 
 def _moments_of_arrays(
@@ -144,7 +154,7 @@ def _quantize_leaves(
     done, total = 0, sum(array_bytes(leaves[leaf.place]) for leaf in planned)
     results: dict[Any, dict[Any, Any]] = {}  # by array and scale, then by config: path, stored array, errors
     moments = _moments_of_arrays(leaves, planned, calibration)
-    missing = NOT_CALIBRATED if calibration is None else Outputs(None, None, "no statistic in the calibration")
+    missing = NOT_CALIBRATED if calibration is None else NO_STATISTIC
     if progress is not None:
         progress(done, total)
     for leaf in planned:
