@@ -86,11 +86,12 @@ class Conversion:
     ) -> tuple[list[tuple[str, str]], list[Rule]]:
         """The formats that a goal leads to, and all rules."""
         from lowbit.demo import calibration, evaluation
+        from lowbit.io._convert import default_format
 
         if text is None:
             note(
-                "--bits and --size measure on 20 kB of prose in the package how much each weight matters; --calibrate "
-                "TEXT measures on your own text, and rounds for it."
+                "No text was given: how much each weight matters is measured on 20 kB of prose in the package. "
+                "--calibrate TEXT measures on your text, and also rounds for it."
             )
         prose = evaluation.demo_text() if text is None else read_text(text.path)
         found = calibration.allocated(
@@ -104,7 +105,7 @@ class Conversion:
             requantize=self.flags["requantize"],
             doing=doing,
         )
-        return found.patterns, found.rules
+        return found.patterns, [*found.rules, Rule("*", default_format(self.to))]
 
     def show(self, file: Any, report: Any, chosen: Sequence[str]) -> None:
         """Print the report, and the rules that were chosen as they can be given again."""

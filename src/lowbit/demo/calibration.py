@@ -1,6 +1,7 @@
 """Calibrate a llama in a file with a text: statistics layer by layer, and formats for a size."""
 
 import dataclasses
+import glob
 import hashlib
 import json
 import math
@@ -28,7 +29,6 @@ from .language_model import model_fields, tokenizer_of
 from .llama import LlamaConfig, LlamaFile
 
 Doing = Callable[[str], None]  # called with what is being done
-FORMATS = ("q2", "q3", "q4", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ class TextMoments(Mapping[str, Moments]):
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """Formats that were chosen: the patterns of the tensors of each, and the rules that they make."""
+    """Formats that were chosen: patterns of tensors, each with its format as given, and the rules that they make."""
 
     patterns: list[tuple[str, str]]
     rules: list[Rule]
@@ -195,7 +195,7 @@ def allocated(
     for _, config in formats:
         plans.append(plans_for(file, [*rules, Rule("*", config)], strict=False, requantize=requantize)[0])
     guided = _sensitivities(source, text, doing)
-    choices, kept = [], header_bytes(file, target, plans[-1])
+    choices, kept = [], max(header_bytes(file, target, plan) for plan in plans)
     for number, name in enumerate(file):
         doing(f"trying formats, tensor {number + 1} of {len(file)}")
         configs = [plan[name].config for plan in plans]
@@ -213,7 +213,7 @@ def allocated(
     fixed = {choice.path for choice in choices if len(set(choice.configs)) == 1}
     found = {choice.path: formats[i] for choice, i in zip(choices, chosen, strict=True) if choice.path not in fixed}
     named = patterns({name: text for name, (text, _) in found.items()}, list(file))
-    return Allocation(named, [*rules, *(Rule(p, dict(formats)[text]) for p, text in named), Rule("*", None)])
+    return Allocation(named, [*rules, *(Rule(pattern, dict(formats)[text]) for pattern, text in named)])
 
 
 def patterns(formats: Mapping[str, str], names: Sequence[str]) -> list[tuple[str, str]]:
@@ -230,9 +230,9 @@ def patterns(formats: Mapping[str, str], names: Sequence[str]) -> list[tuple[str
     for (shape, format), members in groups.items():
         alike = [name for name in shapes if shapes[name] == shape]
         if len(members) == 1:
-            pattern = members[0]
+            pattern = glob.escape(members[0])
         elif len(members) == len(alike):
-            pattern = shape.replace("#", "*")
+            pattern = "*".join(map(glob.escape, shape.split("#", 1)))
         else:
             before, _, after = shape.partition("#")
             numbers = "|".join(name[len(before) : len(name) - len(after)] for name in members)
