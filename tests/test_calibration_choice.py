@@ -84,10 +84,29 @@ def test_a_size_counts_the_whole_model() -> None:
 
 
 def test_weights_without_a_statistic_get_the_best_format() -> None:
-    params = PARAMS | {"embed": normal(5, 32, K)}
+    params = PARAMS | {"filter": normal(5, 3, K, K)}
 
-    def with_table(params: Any, x: jax.Array) -> jax.Array:
-        return model(params, x + params["embed"][jnp.arange(20)])
+    def with_filter(params: Any, x: jax.Array) -> jax.Array:
+        dims = ("NWC", "WIO", "NWC")
+        return model(
+            params, jax.lax.conv_general_dilated(x[None], params["filter"], (1,), "SAME", dimension_numbers=dims)[0]
+        )
 
-    rules = allocate(params, fn=with_table, batches=BATCHES, bits=4.5, formats=("q2", "int8"))
-    assert rules["embed"] is not None and rules["embed"].dtype == "int8"
+    formats = [lowbit.QuantizationConfig(name, axis=-2) for name in ("q2", "int8")]
+    rules = allocate(params, fn=with_filter, batches=BATCHES, bits=4.5, formats=formats)
+    assert rules["filter"] is not None and rules["filter"].dtype == "int8"
+
+
+def test_a_table_counts_by_the_rows_that_are_looked_up() -> None:
+    table = normal(5, 64, K)
+
+    def chosen(rows: Any, size: float) -> str:
+        def with_table(params: Any, x: jax.Array) -> jax.Array:
+            return model(params, x + size * params["embed"][rows])
+
+        params = PARAMS | {"embed": table}
+        rule = allocate(params, fn=with_table, batches=BATCHES, bits=4.8, formats=("q2", "int8"))["embed"]
+        return str(rule and rule.dtype)
+
+    rows = jnp.arange(20)
+    assert (chosen(rows, 1.0), chosen(rows, 1e-4)) == ("int8", "q2")

@@ -38,8 +38,8 @@ def allocate(
     - `formats`: those to choose from.
 
     The change of the loss is estimated as a sum over weights: squared errors of the format, weighted by the squares of
-    inputs and gradients. Weights without such a statistic, for instance tables that are only looked up, get the format
-    with the least error.
+    inputs and gradients. Weights without such a statistic, for instance those of convolutions, get the format with the
+    least error.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"up": jax.random.normal(jax.random.key(0), (64, 128)), "down": jnp.ones((128, 64))}
@@ -69,7 +69,7 @@ def allocate(
 class Choice:
     """A weight, and for each format its config, its bytes and the estimated change of the loss.
 
-    - `known`: whether there is a statistic; otherwise `losses` are relative squared errors of the weight.
+    - `known`: whether there are statistics; otherwise `losses` are relative squared errors of the weight.
     """
 
     path: str
@@ -81,16 +81,16 @@ class Choice:
 
     @classmethod
     def of(
-        cls, path: str, array: jax.Array, configs: Sequence[QuantizationConfig], moments: Moments | None
+        cls, path: str, array: jax.Array, configs: Sequence[QuantizationConfig], moments: Sequence[Moments]
     ) -> "Choice":
-        """Quantize a weight in every format; `moments` are guided by the gradients of a loss."""
+        """Quantize a weight in every format; `moments`, of each use of it, are guided by the gradients of a loss."""
         sizes, losses = [], []
         with naming(path):
             for config in configs:
                 stored = quantize(array, config)
                 sizes.append(stored.nbytes)
                 losses.append(_loss(array, stored, moments))
-        return cls(path, array.size, tuple(configs), tuple(sizes), tuple(losses), moments is not None)
+        return cls(path, array.size, tuple(configs), tuple(sizes), tuple(losses), bool(moments))
 
 
 def chosen_formats(
@@ -127,25 +127,27 @@ def _choices(
     """The weights that every format can store; also the bytes of all other arrays."""
     planned = [plan_tree(params, format, fn, args, strict=False) for format in formats]
     leaves, found, kept = planned[0][1], [], 0
-    seen: dict[int, str] = {}
+    moments: dict[int, list[Moments]] = {}
+    for leaf in planned[0][2]:
+        known = calibration.get(leaf.path)
+        moments.setdefault(id(leaves[leaf.place]), []).extend([] if known is None else [known])
+    seen: set[int] = set()
     for same in zip(*(plans for _, _, plans, _ in planned), strict=True):
         array, path = leaves[same[0].place], same[0].path
         configs = tuple(leaf.plan.config for leaf in same if leaf.plan.config is not None)
         if id(array) in seen:  # a tied leaf is stored once
             continue
-        seen[id(array)] = path
+        seen.add(id(array))
         if len(configs) < len(same):
             kept += array_bytes(array)
             continue
-        found.append(Choice.of(path, array, configs, calibration.get(path)))
+        found.append(Choice.of(path, array, configs, moments[id(array)]))
     return found, kept
 
 
-def _loss(array: jax.Array, stored: QuantizedArray, moments: Moments | None) -> float:
+def _loss(array: jax.Array, stored: QuantizedArray, moments: Sequence[Moments]) -> float:
     """The estimated change of the loss; the relative error of the weight if there is no statistic."""
-    if moments is None:
-        return float(_relative(array, stored))
-    return float(_weighted(array, stored, moments))
+    return sum(float(_weighted(array, stored, m)) for m in moments) if moments else float(_relative(array, stored))
 
 
 @jax.jit

@@ -71,7 +71,7 @@ def calibrate(
         _announce(passes, limit, batches)
     found = _collected(model, passes, batches, progress)
     seen = {w.path: found[w.path] for w in watched if np.any(found[w.path].count)}
-    unseen = "no floating-point output of fn depends on a product with it"
+    unseen = "no floating-point output of fn depends on a product with it, or on rows of it"
     missing |= {path: unseen for path in found if path not in seen}
     return Calibration(seen, missing, loss is not None)
 
@@ -162,6 +162,8 @@ class _Model:
                     continue
                 if use.axes is not None and use.how == "fn":
                     watched.append(_Weight(i, path, shape, use.axes, use.stacked, kind == "full"))
+                elif use.looked_up and len(shape) == 2:  # a product with rows of zeros and a one
+                    watched.append(_Weight(i, path, shape, (-2,), (), full=False))
                 elif math.prod(shape) >= SMALL and not axes_by_name(path, shape).vector:
                     missing[path] = use.how
         return sorted(watched, key=lambda weight: weight.place), missing

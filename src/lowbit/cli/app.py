@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from lowbit.io import OptionNeeded
 from lowbit.models.patterns import Rule
 
 from . import formats as written
-from .conversion import CalibrationText, Conversion, Goal, read_text
+from .conversion import CalibrationText, Conversion, Goal, check_page, read_text, write_page
 from .options import (
     KV,
     KVK,
@@ -34,6 +34,7 @@ from .options import (
     Formats,
     Json,
     Model,
+    Page,
     Requantize,
     Size,
     Source,
@@ -121,6 +122,7 @@ def quantize(
     budget: Budget = "4GB",
     bits: Bits = None,
     size: Size = None,
+    page: Page = None,
     to: To = None,
     type: Type = "Q8_0",
     strict: Strict = False,
@@ -131,8 +133,8 @@ def quantize(
 ) -> None:
     """Quantize the weights of a file or a directory.
 
-    A lowbit file is written in chunks, in less than 1 GB of memory, and an interrupted run resumes when the command is
-    repeated. Tensors that must be loaded whole are listed before the run. Other kinds of files are built in memory.
+    A lowbit file is written in chunks, and an interrupted run resumes when the command is repeated; other kinds are
+    built in memory.
     """
     with plain_errors():
         from lowbit.io._convert import default_format
@@ -141,7 +143,7 @@ def quantize(
         options = {"block_size": block_size, "axis": axes, "double_quant": double_quant or None}
         first = list(map(written.rule, rule or ()))
         flags = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
-        conversion = Conversion(source, target, to, type, force, as_json, flags)
+        conversion = Conversion(source, target, to, type, force, as_json, flags, page)
         wanted = None if text is None else CalibrationText(text, tokens, budget)
         if bits is None and size is None:
             every = written.config(format or default_format(to), **options)
@@ -287,12 +289,10 @@ def report(
     """
     with plain_errors():
         from lowbit.io import compare
-        from lowbit.io._atomic import atomic_write
 
-        _check_page(output, (a, b), force)
+        check_page(output, (a, b), force)
         found = compare(a, b, histograms=histograms, progress=lambda names: shown(names, "comparing"))
-        with atomic_write(output) as staged:
-            staged.write_text(found.to_html(f"{a.name} \u2192 {b.name}"), "utf-8")
+        write_page(output, found, a, b)
         typer.echo(f"{output}: {len(found)} tensors, {len(found.quantized)} of them changed.")
         for note in found.notes:
             typer.echo(note)
@@ -386,16 +386,6 @@ def generate(
             sys.stdout.write(text)
             sys.stdout.flush()
         sys.stdout.write("\n")
-
-
-def _check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
-    """Raise before any work is done if the page cannot be written, or exists and `force` is not set."""
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ValueError(f"{output} is a directory, or its directory does not exist. Give -o the name of a file.")
-    if output.exists() and any(source.exists() and output.samefile(source) for source in sources):
-        raise ValueError(f"{output} is one of the two files. Give -o another name.")
-    if output.exists() and not force:
-        raise ValueError(f"{output} exists. --force replaces it.")
 
 
 def _model_path(given: Path | None) -> Path:

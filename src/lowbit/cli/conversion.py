@@ -3,14 +3,16 @@
 import dataclasses
 import shlex
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from lowbit.io import DequantizedWarning, open_tensors
+from lowbit.io._atomic import atomic_write
 from lowbit.models.patterns import Rule
+from lowbit.models.report import Report
 
 from .printing import print_json
 from .progress import counted
@@ -46,6 +48,7 @@ class Conversion:
     force: bool
     as_json: bool
     flags: dict[str, bool]
+    page: Path | None = None
 
     def run(self, rules: Sequence[Rule], text: CalibrationText | None = None, goal: Goal | None = None) -> None:
         """Convert, and print the report. With a goal, the tensors that no rule matches get the formats it chooses."""
@@ -53,6 +56,8 @@ class Conversion:
 
         file = open_tensors(self.source, strict=self.flags["strict"])
         check_target(self.source, self.target, force=self.force)
+        if self.page is not None:
+            check_page(self.page, (self.source, self.target), self.force)
         chosen: list[tuple[str, str]] = []
         with warnings.catch_warnings(), counted(self.target.name) as (progress, line, doing):
             warnings.simplefilter("ignore", DequantizedWarning)  # printed below, a line for each
@@ -73,6 +78,8 @@ class Conversion:
                 note=note,
                 **self.flags,
             )
+        if self.page is not None:
+            write_page(self.page, report, self.source, self.target)
         self.show(file, report, [f"{pattern}={format}" for pattern, format in chosen])
 
     def allocated(
@@ -151,3 +158,19 @@ def read_text(path: Path) -> str:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}.") from None
+
+
+def check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
+    """Raise before any work is done if the page cannot be written, or exists and `force` is not set."""
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise ValueError(f"{output} is a directory, or its directory does not exist. Give the name of a file.")
+    if output.exists() and any(source.exists() and output.samefile(source) for source in sources):
+        raise ValueError(f"{output} is one of the two files. Give another name.")
+    if output.exists() and not force:
+        raise ValueError(f"{output} exists. --force replaces it.")
+
+
+def write_page(output: Path, report: Report, a: Path, b: Path) -> None:
+    """Write a report on two files as an HTML page."""
+    with atomic_write(output) as staged:
+        staged.write_text(report.to_html(f"{a.name} \u2192 {b.name}"), "utf-8")

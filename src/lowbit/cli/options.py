@@ -21,9 +21,7 @@ KVK = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the k
 KVV = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the values only.")]
 Source = Annotated[Path, typer.Argument(metavar="SRC", help=_READABLE)]
 First = Annotated[Path, typer.Argument(metavar="A", help=_READABLE)]
-Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="File to write; a directory if SRC is one, where other files are kept.")
-]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="File to write; a directory if SRC is one.")]
 To = Annotated[
     str | None,
     typer.Option(
@@ -55,4 +53,5 @@ Calibrate = Annotated[
 Tokens = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the text.")]
 Budget = Annotated[str, typer.Option(metavar="SIZE", help="Memory for its statistics.")]
 Bits = Annotated[float | None, typer.Option(metavar="N", help="Choose formats for a mean of bits per weight.")]
+Page = Annotated[Path | None, typer.Option("--report", metavar="PATH", help="Also write an HTML page with the errors.")]
 Size = Annotated[str | None, typer.Option(metavar="SIZE", help="Choose formats for a size of DST, as 60MB.")]

@@ -4,7 +4,6 @@ import dataclasses
 import glob
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -132,17 +131,13 @@ class TextMoments(Mapping[str, Moments]):
             self.step(params)
         names = {own: name for name, (at, own) in self.places.items() if at == number}
         self.doing("the output layer" if last else f"layer {number + 1} of {config.layers}")
-        return {names[own]: self.in_file(names[own], moments) for own, moments in found.items() if own in names}
+        return {names[own]: _moved(self.source, names[own], m, (-1,)) for own, m in found.items() if own in names}
 
     def observer(self, last: bool, params: Any) -> Observer:
         if last not in self.observers:
             fn = partial(_output if last else _layer, self.source.config)
             self.observers[last] = Observer(fn, params, self.x[0], budget=self.budget)
         return self.observers[last]
-
-    def in_file(self, name: str, moments: Moments) -> Moments:
-        """The moments of a matrix (in, out) for the tensor (out, in) of the file."""
-        return Moments(self.source.file.shape(name), (-1,), (), moments.diag, moments.hessian, moments.count)
 
     def last(self) -> Any:
         """The norm before the output layer, and a few columns in place of the output layer: its inputs matter."""
@@ -203,7 +198,7 @@ def allocated(
         if len(known) < len(configs):
             kept += file.nbytes(name)
         else:
-            choices.append(Choice.of(name, jnp.asarray(file.dense(name)), known, guided.get(name)))
+            choices.append(Choice.of(name, jnp.asarray(file.dense(name)), known, guided.get(name, ())))
     if not choices:
         raise ValueError(
             f"{file.path} has no tensor that can be quantized, or all are stored in a format already, which "
@@ -241,7 +236,7 @@ def patterns(formats: Mapping[str, str], names: Sequence[str]) -> list[tuple[str
     return found
 
 
-def _sensitivities(source: LlamaFile, text: Text, doing: Doing) -> dict[str, Moments]:
+def _sensitivities(source: LlamaFile, text: Text, doing: Doing) -> dict[str, list[Moments]]:
     """Squared inputs of each matrix, weighted by squared gradients of the log-likelihood of the predictions."""
     doing("reading the model")
     config, params = llama.load(source.file, model_fields(source.file))
@@ -257,17 +252,18 @@ def _sensitivities(source: LlamaFile, text: Text, doing: Doing) -> dict[str, Mom
         doing(f"gradients of window {min(done + 1, total or 1)} of {total}")
 
     found = lowbit.calibrate(forward, params, text.batches, rules="diag", loss=loss, progress=progress)
-    ends = {"embed": source.layout.embed, "head": source.layout.head}
-    moments = {name: _transposed(source, name, found[path]) for path, name in ends.items() if path in found}
+    # The embedding has the axes of the file; all other matrices are transposed.
+    ends = (("embed", source.layout.embed, None), ("head", source.layout.head, (-1,)))
+    moments = {name: [_moved(source, name, found[path], axes)] for path, name, axes in ends if path in found}
     for weight in source.layout.names:
         if (path := f"layers/{weight}") in found:
             for i, (diag, count) in enumerate(zip(found[path].diag, found[path].count, strict=True)):
                 name = source.name(i, weight)
-                moments[name] = Moments(source.file.shape(name), (-1,), (), diag, None, count)
+                moments[name] = [Moments(source.file.shape(name), (-1,), (), diag, None, count)]
     return moments
 
 
-def _transposed(source: LlamaFile, name: str, moments: Moments) -> Moments:
-    """The moments of an end of the model, which may be transposed, for the tensor of the file."""
-    inputs = (-2,) if math.prod(moments.diag.shape) == source.config.vocabulary else (-1,)
-    return Moments(source.file.shape(name), inputs, (), moments.diag, None, moments.count)
+def _moved(source: LlamaFile, name: str, moments: Moments, inputs: tuple[int, ...] | None = None) -> Moments:
+    """Moments for a tensor of the file, along these axes if they are others than in the model."""
+    axes = moments.inputs if inputs is None else inputs
+    return Moments(source.file.shape(name), axes, (), moments.diag, moments.hessian, moments.count)

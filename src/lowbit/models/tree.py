@@ -138,8 +138,14 @@ def _moments_of_arrays(
     for leaf in planned if calibration is not None else ():
         array, moments = leaves[leaf.place], calibration.get(leaf.path) if calibration else None
         if moments is not None and not isinstance(array, jax.ShapeDtypeStruct):
+            known = found.get(id(array))
+            if known is not None and known.inputs != moments.inputs:
+                # Inputs of products tell more than counts of rows that are looked up.
+                axis = leaf.plan.config.axis if leaf.plan.config is not None else None
+                found[id(array)] = moments if moments.inputs == (axis,) else known
+                continue
             with naming(leaf.path):
-                found[id(array)] = found[id(array)].merged(moments) if id(array) in found else moments
+                found[id(array)] = moments if known is None else known.merged(moments)
     return found
 
 
