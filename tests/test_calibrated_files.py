@@ -62,7 +62,7 @@ def test_a_file_holds_what_its_moments_lead_to(folder: Path) -> None:
     moments, written = moments_of(folder), open_tensors(folder / "q3")
     for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight", "token_embd.weight"):
         want = lowbit.quantize(moments.source.file.dense(name), "q3", axis=-1, hessian=moments[name].hessian)
-        got = written.array(name)
+        got: Any = written.array(name)
         # Moments are sums of floats, so that few codes may differ.
         assert np.mean(np.asarray(got.materialize()) == np.asarray(want.materialize())) > 0.98, name
 
@@ -141,13 +141,20 @@ def test_chunks_of_a_matrix_have_its_bits(tmp_path: Path, monkeypatch: pytest.Mo
     whole = convert(tmp_path / "in", tmp_path / "whole", rules={"*": "q3"}, calibration=known)
     monkeypatch.setattr(_chunks, "STRIPE", 1024)
     split = convert(tmp_path / "in", tmp_path / "split", rules={"*": "q3"}, calibration=known)
-    got, want = (open_tensors(tmp_path / name).array("a.weight") for name in ("split", "whole"))
-    assert np.mean(np.asarray(got.materialize()) == np.asarray(want.materialize())) > 0.99
+    files = [open_tensors(tmp_path / name) for name in ("split", "whole")]
+    got, want = (file.dense("a.weight") for file in files)
+    assert np.mean(got == want) > 0.99
     one, other = (report["a.weight"] for report in (split, whole))
+    assert one.output_before and one.output_after and other.output_before and other.output_after
     np.testing.assert_allclose(one.output_before, other.output_before, rtol=1e-4)
     np.testing.assert_allclose(one.output_after, other.output_after, rtol=0.02)
-    error = np.sum((x @ (w - np.asarray(got.materialize())).T) ** 2) / np.sum((x @ w.T) ** 2)
+    error = np.sum((x @ (w - got).T) ** 2) / np.sum((x @ w.T) ** 2)
     np.testing.assert_allclose(one.output_after, error, rtol=1e-3)
+    w[3, 5] = np.nan
+    save(tmp_path / "bad", {"a.weight": jnp.asarray(w)})
+    with pytest.raises(ValueError, match=r"a\.weight: .*NaN"):
+        convert(tmp_path / "bad", tmp_path / "out", rules={"*": "q3"}, calibration=known)
+    assert left_over(tmp_path) == [] and not (tmp_path / "out").exists()
     assert one.why.endswith("; GPTQ") and split["b.weight"].why.endswith("no statistic in the calibration")
 
 

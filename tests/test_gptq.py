@@ -162,7 +162,8 @@ def test_experts_without_a_token_keep_their_rounding() -> None:
     calibration = lowbit.calibrate(lambda p, x: jax.lax.ragged_dot(x, p["experts"], sizes), params, [x])
     config = lowbit.QuantizationConfig("q3", axis=-2)
     quantized, report = lowbit.quantize_tree(params, {"experts": config}, calibration=calibration)
-    got, plain = quantized["experts"], quantize(params["experts"], config)
+    got: Any = quantized["experts"]
+    plain: Any = quantize(params["experts"], config)
     np.testing.assert_array_equal(got.materialize()[1], plain.materialize()[1])
     for i, rows in ((0, x[:25]), (2, x[25:])):
         one, other = (lost(rows, params["experts"][i], q[i]) for q in (got, plain))

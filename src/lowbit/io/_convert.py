@@ -110,11 +110,11 @@ def transformed(
         if config is None:
             yield name, source.array(name), NOT_CALIBRATED
             continue
-        dense = source.dense(name) if is_stored(source.type(name)) else source.array(name)
-        outputs = NOT_CALIBRATED if calibration is None else NO_STATISTIC
+        dense = np.asarray(source.dense(name) if is_stored(source.type(name)) else source.array(name))
         with naming(name):
-            array = quantize(np.asarray(dense), config)
-            if calibration is not None and name in {*known}:
+            if calibration is None or name not in {*known}:
+                array, outputs = quantize(dense, config), NOT_CALIBRATED if calibration is None else NO_STATISTIC
+            else:
                 moments = calibration[name]
                 found = quantize_calibrated(jnp.asarray(dense), config, moments)
                 array = found.array

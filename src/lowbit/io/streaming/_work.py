@@ -133,8 +133,7 @@ class Work:
         assert self.moments is not None
         with naming(self.name):
             moments = self.moments().of_region(chunk)
-            quantize(data, config)  # raises an error about NaN or infinity
-            found = quantize_calibrated(jnp.asarray(data), config, moments)
+            found = quantize_calibrated(jnp.asarray(data), config, moments)  # raises if a value is not finite
         sums = (float(np.asarray(x).sum(dtype=np.float64)) for x in _squares(found.array, jnp.asarray(data)))
         outputs = (float(x) for x in (found.before * found.size, found.after * found.size, found.size))
         return found.array.components(), (*sums, *outputs, float(moments.hessian is not None))
