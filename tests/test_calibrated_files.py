@@ -95,8 +95,14 @@ def test_reports_have_output_errors(folder: Path, tmp_path: Path) -> None:
 
 def test_a_budget_that_is_too_small_leaves_diagonals(folder: Path, tmp_path: Path) -> None:
     given = ("quantize", folder / "tiny.gguf", tmp_path / "out", "--format", "q3", *calibrate(folder))
-    text = run(*given, "--budget", "40kB").output  # two matrices of 64 x 64 in float32 are 33 kB, of 96 x 96 are 74 kB
+    page = tmp_path / "page.html"
+    text = run(
+        *given, "--budget", "40kB", "--report", page
+    ).output  # two matrices of 64 x 64 in float32 are 33 kB, of 96 x 96 are 74 kB
     assert text.count("scales for its inputs") == 2 and text.count("; GPTQ") == 13
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.read_text())
+    rows = json.loads(data[1])["rows"] if data else []
+    assert sum(row["output_after"] is not None for row in rows) == 15 and "Output error" in page.read_text()
     assert "budget='many'" in run(*given, "--budget", "many", "--force", code=1).stderr
 
 
@@ -136,26 +142,26 @@ def test_chunks_of_a_matrix_have_its_bits(tmp_path: Path, monkeypatch: pytest.Mo
     rng = np.random.default_rng(0)
     w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((48, 64), (200, 64)))
     x *= np.exp(rng.standard_normal(64)).astype(np.float32)
-    save(tmp_path / "in", {"a.weight": jnp.asarray(w), "b.weight": jnp.asarray(w)})
-    known = {"a.weight": Moments(w.shape, (-1,), (), np.sum(x * x, 0), x.T @ x, np.float32(200))}
+    save(tmp_path / "in", {"up.weight": jnp.asarray(w), "down.weight": jnp.asarray(w)})
+    known = {"up.weight": Moments(w.shape, (-1,), (), np.sum(x * x, 0), x.T @ x, np.float32(200))}
     whole = convert(tmp_path / "in", tmp_path / "whole", rules={"*": "q3"}, calibration=known)
     monkeypatch.setattr(_chunks, "STRIPE", 1024)
     split = convert(tmp_path / "in", tmp_path / "split", rules={"*": "q3"}, calibration=known)
     files = [open_tensors(tmp_path / name) for name in ("split", "whole")]
-    got, want = (file.dense("a.weight") for file in files)
+    got, want = (file.dense("up.weight") for file in files)
     assert np.mean(got == want) > 0.99
-    one, other = (report["a.weight"] for report in (split, whole))
+    one, other = (report["up.weight"] for report in (split, whole))
     assert one.output_before and one.output_after and other.output_before and other.output_after
     np.testing.assert_allclose(one.output_before, other.output_before, rtol=1e-4)
     np.testing.assert_allclose(one.output_after, other.output_after, rtol=0.02)
     error = np.sum((x @ (w - got).T) ** 2) / np.sum((x @ w.T) ** 2)
     np.testing.assert_allclose(one.output_after, error, rtol=1e-3)
     w[3, 5] = np.nan
-    save(tmp_path / "bad", {"a.weight": jnp.asarray(w)})
-    with pytest.raises(ValueError, match=r"a\.weight: .*NaN"):
+    save(tmp_path / "bad", {"up.weight": jnp.asarray(w)})
+    with pytest.raises(ValueError, match=r"up\.weight: .*NaN"):
         convert(tmp_path / "bad", tmp_path / "out", rules={"*": "q3"}, calibration=known)
     assert left_over(tmp_path) == [] and not (tmp_path / "out").exists()
-    assert one.why.endswith("; GPTQ") and split["b.weight"].why.endswith("no statistic in the calibration")
+    assert one.why.endswith("; GPTQ") and split["down.weight"].why.endswith("no statistic in the calibration")
 
 
 # --- formats for a size
