@@ -74,7 +74,7 @@ def main() -> None:
         quality: list[Any] = ["", "", name, "", "", "", ""]
         if name in models:
             model = models[name]
-            each = [evaluation.sums(model, *window) for window in zip(windows, references, strict=True)]
+            each = [evaluation.by_token(model, *window) for window in zip(windows, references, strict=True)]
             whole, few = evaluation.summary(each), evaluation.summary(each[:FEW])
             stored = sum(x.nbytes for x in jax.tree.leaves(model.params))
             bits = 8 * stored / sum(x.size for x in jax.tree.leaves(dense.params))

@@ -36,8 +36,8 @@ def main() -> None:
         bits = 8 * sum(x.nbytes for x in jax.tree.leaves(params)) / sum(x.size for x in jax.tree.leaves(dense.params))
         # The dense model of the same values, so that one program scores them all.
         model = dataclasses.replace(dense, params=lowbit.dequantize_tree(params))
-        found = [evaluation.sums(model, *window) for window in zip(windows, references, strict=True)]
-        return bits, np.array([divergence / count for _, divergence, _, count in found])
+        found = [evaluation.by_token(model, *window) for window in zip(windows, references, strict=True)]
+        return bits, np.array([divergence.mean() for _, divergence, _ in found])
 
     report = measure.Report(args, ["bits", "KL", "format, weighting", "of NF4's", "less than plain", "standard error"])
     bits, nf4 = divergences("nf4")

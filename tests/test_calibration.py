@@ -1,5 +1,6 @@
 """Statistics of the inputs of weights: equal to those computed by hand, in every transformation."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -167,6 +168,51 @@ def test_gradients_guide_the_moments() -> None:
     assert got.guided and "guided" in repr(got)
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.checkpoint, jax.jit, jax.vmap], ids=["", "checkpoint", "jit", "vmap"]
+)
+def test_rows_that_are_looked_up_are_counted(wrap: Callable[..., Any]) -> None:
+    params, ids = {"embed": normal(1, 40, N), "w": normal(2, N, 3)}, jnp.array([[[3, 0, 3], [39, 3, -1]]])
+
+    def model(params: Any, ids: jax.Array) -> jax.Array:
+        return wrap(lambda ids: jnp.tanh(params["embed"][ids]) @ params["w"])(ids)
+
+    got = calibrate(model, params, ids)
+    counts = np.bincount(np.array([3, 0, 3, 39, 3, 39]), minlength=40)
+    np.testing.assert_array_equal(got["embed"].diag, counts)
+    assert got["embed"].inputs == (-2,) and got["embed"].hessian is None and got["embed"].count == 6
+    guided = calibrate(model, params, ids, loss=lambda y, ids: jnp.sum(y**2))["embed"].diag
+    extra = jnp.zeros((2, 3, N))
+    grad = jax.grad(lambda extra: jnp.sum((jnp.tanh(params["embed"][ids[0]] + extra) @ params["w"]) ** 2))(extra)
+    want = np.zeros(40)
+    np.add.at(want, np.asarray(ids[0] % 40), np.sum(np.asarray(grad) ** 2, -1))
+    np.testing.assert_allclose(guided, want, rtol=1e-4, atol=1e-6)
+    # With its scales along rows, a table is quantized as without counts, and its error is that of the rows.
+    _, report = lowbit.quantize_tree(
+        {"embed": normal(1, 40, 64)}, "q3", calibration={"embed": dataclasses.replace(got["embed"], shape=(40, 64))}
+    )
+    table = normal(1, 40, 64)
+    error = table - lowbit.quantize(table, "q3", axis=-1).materialize()
+    lost = np.sum(counts[:, None] * np.asarray(error) ** 2) / np.sum(counts[:, None] * np.asarray(table) ** 2)
+    assert report["embed"].output_before == pytest.approx(lost, rel=1e-4)
+
+
+def test_a_tied_table_has_the_inputs_of_its_product() -> None:
+    table = normal(1, 48, 64)
+    params, ids = {"embed": table, "head": table}, jnp.arange(24).reshape(2, 12) % 7
+
+    def model(params: Any, ids: jax.Array) -> jax.Array:
+        return params["embed"][ids] @ params["head"].T
+
+    got = calibrate(model, params, ids)
+    assert got["embed"].inputs == (-2,) and got["head"].inputs == (-1,)
+    for rules in ("full", {"embed": "full", "head": "diag"}):
+        found = calibrate(model, params, ids, rules=rules)
+        quantized, report = lowbit.quantize_tree(params, "q3", fn=model, args=(ids,), calibration=found)
+        assert quantized["embed"] is quantized["head"]
+        assert report["embed"].why.endswith("GPTQ" if rules == "full" else "scales for its inputs")
+
+
 @pytest.mark.parametrize("loss", [None, lambda y, x: jnp.sum(y**2)])
 @pytest.mark.parametrize("checked", [True, False])
 def test_shards_add_up(loss: Any, checked: bool) -> None:
@@ -190,6 +236,17 @@ def test_sharded_inputs_have_a_diagonal() -> None:
     np.testing.assert_allclose(got["w"].diag, np.diag(moments(x)), rtol=2e-5)
     with pytest.raises(ValueError, match="calibrate it with 'diag'"):
         calibrate(lambda params, x: product(x, params["w"]), params, x)
+
+
+def test_haiku() -> None:
+    hk = pytest.importorskip("haiku")
+    x = normal(0, 3, 6, K)
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.Sequential([hk.Linear(N), jax.nn.gelu, hk.Linear(K)])(x)))
+    params = model.init(jax.random.key(0), x[0])
+    got = calibrate(model.apply, params, x)
+    check(got, "linear/w", x)
+    first = params["linear"]
+    check(got, "linear_1/w", jax.nn.gelu(x @ first["w"] + first["b"]))
 
 
 def test_frameworks() -> None:
@@ -310,6 +367,16 @@ def test_halves_merge_to_the_whole() -> None:
         both.merge(other)
     with pytest.raises(ValueError, match="guided"):
         both.merge(calibrate(model, PARAMS, X, loss=lambda out, x: out[0].sum()))
+
+
+def test_a_run_continues_from_a_saved_file(tmp_path: Path) -> None:
+    path, whole = tmp_path / "c.safetensors", calibrate(model, PARAMS, X)
+    calibrate(model, PARAMS, X[:1]).save(path)  # and here the process ends
+    Calibration.load(path).merge(calibrate(model, PARAMS, X[1:])).save(path)
+    got = Calibration.load(path)
+    assert repr(got) == repr(whole)
+    for name in whole:
+        np.testing.assert_allclose(got[name].hessian, whole[name].hessian, rtol=1e-5, atol=1e-4)
 
 
 def test_a_file_restores_all(tmp_path: Path) -> None:

@@ -84,10 +84,25 @@ def test_a_size_counts_the_whole_model() -> None:
 
 
 def test_weights_without_a_statistic_get_the_best_format() -> None:
-    params = PARAMS | {"embed": normal(5, 32, K)}
+    hidden = jax.custom_vjp(jnp.matmul)  # its own derivative hides the product
+    hidden.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    params = PARAMS | {"hidden": normal(5, K, K)}
 
-    def with_table(params: Any, x: jax.Array) -> jax.Array:
-        return model(params, x + params["embed"][jnp.arange(20)])
+    def with_hidden(params: Any, x: jax.Array) -> jax.Array:
+        return model(params, hidden(x, params["hidden"]))
 
-    rules = allocate(params, fn=with_table, batches=BATCHES, bits=4.5, formats=("q2", "int8"))
-    assert rules["embed"] is not None and rules["embed"].dtype == "int8"
+    rules = allocate(params, fn=with_hidden, batches=BATCHES, bits=4.5, formats=("q2", "int8"))
+    assert rules["hidden"] is not None and rules["hidden"].dtype == "int8"
+
+
+def test_a_table_counts_by_the_rows_that_are_looked_up() -> None:
+    params = PARAMS | {"embed": normal(5, K, K)}
+
+    def chosen(size: float) -> str:
+        def with_table(params: Any, x: jax.Array) -> jax.Array:
+            return model(params, x) + size * params["embed"][jnp.arange(20)]
+
+        rule = allocate(params, fn=with_table, batches=BATCHES, bits=4.8, formats=("q2", "int8"))["embed"]
+        return str(rule and rule.dtype)
+
+    assert (chosen(1e3), chosen(1e-4)) == ("int8", "q2")

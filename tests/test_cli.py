@@ -228,7 +228,7 @@ def test_only_files_are_replaced(tiny: Path, tmp_path: Path) -> None:
     assert (tmp_path / "pipe.gguf").is_fifo() and left_over(tmp_path) == []
 
 
-COMMANDS = ("quantize", "convert", "inspect", "compare", "report", "bench", "demo", "generate")
+COMMANDS = ("quantize", "convert", "inspect", "compare", "evaluate", "report", "bench", "demo", "generate")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -155,6 +155,35 @@ def test_layers_and_experts_are_rounded_by_their_own_inputs() -> None:
     np.testing.assert_array_equal(shared.materialize()[0], got.materialize()[0])
 
 
+def test_experts_without_a_token_keep_their_rounding() -> None:
+    params = {"experts": normal(0, 3, K, N)}
+    x = inputs(1, 40)
+    sizes = jnp.array([25, 0, 15])
+    calibration = lowbit.calibrate(lambda p, x: jax.lax.ragged_dot(x, p["experts"], sizes), params, [x])
+    config = lowbit.QuantizationConfig("q3", axis=-2)
+    quantized, report = lowbit.quantize_tree(params, {"experts": config}, calibration=calibration)
+    got: Any = quantized["experts"]
+    plain: Any = quantize(params["experts"], config)
+    np.testing.assert_array_equal(got.materialize()[1], plain.materialize()[1])
+    for i, rows in ((0, x[:25]), (2, x[25:])):
+        one, other = (lost(rows, params["experts"][i], q[i]) for q in (got, plain))
+        assert one < 0.9 * other
+    assert report["experts"].why.endswith("; GPTQ")
+
+
+@pytest.mark.parametrize("format", ["q3", "nf4"])
+def test_scales_along_another_axis_than_the_inputs(format: str) -> None:
+    w, x = normal(0, K, 70), inputs(1, 300)
+    for hessian, limit in ((x.T @ x, 0.9), (jnp.sum(x * x, 0), 1.0001)):
+        full = hessian.ndim == 2
+        moments = Moments(
+            w.shape, (-2,), (), jnp.diag(hessian) if full else hessian, hessian if full else None, 1 + jnp.zeros(())
+        )
+        config = lowbit.QuantizationConfig(format, axis=-1)
+        got = lowbit.config.quantize_calibrated(w, config, moments)
+        assert got.array.axis == -1 and float(got.after) < limit * float(got.before)
+
+
 def test_codes_of_every_format_are_restored() -> None:
     for format in FORMATS:
         array = quantize(normal(0, K, N), format)

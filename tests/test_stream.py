@@ -67,7 +67,7 @@ def test_every_reader_is_read_in_chunks(source: Path, tmp_path: Path) -> None:
         converting.convert(open_tensors(path), tmp_path / "out", rules=rules, progress=lambda *d: told.append(d))  # noqa: B023
         got, file = open_tensors(tmp_path / "out"), open_tensors(path)
         plans, _ = converting.plans_for(file, rules, strict=False)
-        for name, array in converting.transformed(file, plans):
+        for name, array, _ in converting.transformed(file, plans):
             for a, b in zip(*map(jax.tree.leaves, (got.array(name), array)), strict=True):
                 assert np.array_equal(a, b), name
         assert len(told) > 12

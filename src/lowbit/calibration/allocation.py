@@ -38,8 +38,8 @@ def allocate(
     - `formats`: those to choose from.
 
     The change of the loss is estimated as a sum over weights: squared errors of the format, weighted by the squares of
-    inputs and gradients. Weights without such a statistic, for instance tables that are only looked up, get the format
-    with the least error.
+    inputs and gradients. Weights without such a statistic, for instance those of convolutions, get the format with the
+    least error.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"up": jax.random.normal(jax.random.key(0), (64, 128)), "down": jnp.ones((128, 64))}
@@ -58,6 +58,50 @@ def allocate(
     choices, kept = _choices(params, fn, args, formats, calibration)
     if not choices:
         raise ValueError("allocate finds no weight that these formats can store: quantize_tree's report says why.")
+    chosen = chosen_formats(choices, kept, bits=bits, size=size)
+    rules: dict[str, QuantizationConfig | None] = {
+        glob.escape(choice.path): choice.configs[i] for choice, i in zip(choices, chosen, strict=True)
+    }
+    return rules | {"*": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A weight, and for each format its config, its bytes and the estimated change of the loss.
+
+    - `known`: whether there are statistics; otherwise `losses` are relative squared errors of the weight.
+    """
+
+    path: str
+    elements: int
+    configs: tuple[QuantizationConfig, ...]
+    sizes: tuple[int, ...]
+    losses: tuple[float, ...]
+    known: bool
+
+    @classmethod
+    def of(
+        cls, path: str, array: jax.Array, configs: Sequence[QuantizationConfig], moments: Sequence[Moments]
+    ) -> "Choice":
+        """Quantize a weight in every format; `moments`, of each use of it, are guided by the gradients of a loss."""
+        sizes, losses = [], []
+        with naming(path):
+            for config in configs:
+                stored = quantize(array, config)
+                sizes.append(stored.nbytes)
+                losses.append(_loss(array, stored, moments))
+        return cls(path, array.size, tuple(configs), tuple(sizes), tuple(losses), bool(moments))
+
+
+def chosen_formats(
+    choices: Sequence[Choice], kept: int, *, bits: float | None = None, size: str | int | None = None
+) -> list[int]:
+    """The number of the format of each weight, for a mean of bits, or for the bytes of all and of `kept` more."""
+    known = sum(sum(choice.losses) for choice in choices if choice.known) or 1.0
+    # A weight without a statistic counts more than all others together.
+    choices = [
+        c if c.known else dataclasses.replace(c, losses=tuple(1e3 * known * x for x in c.losses)) for c in choices
+    ]
     elements = sum(choice.elements for choice in choices)
     limit = bits * elements / 8 if bits is not None else byte_count(size or 0, "size") - kept
     least = sum(min(choice.sizes) for choice in choices)
@@ -66,22 +110,7 @@ def allocate(
             f"The smallest formats take {8 * least / elements:.3f} bits per weight, {least + kept:,} bytes with the "
             f"arrays that are kept: more than {f'bits={bits}' if bits is not None else f'size={size}'} allows."
         )
-    chosen = _chosen(choices, limit)
-    rules: dict[str, QuantizationConfig | None] = {
-        glob.escape(choice.path): choice.configs[i] for choice, i in zip(choices, chosen, strict=True)
-    }
-    return rules | {"*": None}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """A weight, and for each format its config, its bytes and the estimated change of the loss."""
-
-    path: str
-    elements: int
-    configs: tuple[QuantizationConfig, ...]
-    sizes: tuple[int, ...]
-    losses: tuple[float, ...]
+    return _chosen(choices, limit)
 
 
 def _random_sum(out: Any, *batch: Any) -> jax.Array:
@@ -94,38 +123,31 @@ def _random_sum(out: Any, *batch: Any) -> jax.Array:
 
 def _choices(
     params: Any, fn: Any, args: Any, formats: Sequence[Any], calibration: Mapping[str, Moments]
-) -> tuple[list[_Choice], int]:
+) -> tuple[list[Choice], int]:
     """The weights that every format can store; also the bytes of all other arrays."""
     planned = [plan_tree(params, format, fn, args, strict=False) for format in formats]
     leaves, found, kept = planned[0][1], [], 0
-    seen: dict[int, str] = {}
+    moments: dict[int, list[Moments]] = {}
+    for leaf in planned[0][2]:
+        known = calibration.get(leaf.path)
+        moments.setdefault(id(leaves[leaf.place]), []).extend([] if known is None else [known])
+    seen: set[int] = set()
     for same in zip(*(plans for _, _, plans, _ in planned), strict=True):
         array, path = leaves[same[0].place], same[0].path
         configs = tuple(leaf.plan.config for leaf in same if leaf.plan.config is not None)
         if id(array) in seen:  # a tied leaf is stored once
             continue
-        seen[id(array)] = path
+        seen.add(id(array))
         if len(configs) < len(same):
             kept += array_bytes(array)
             continue
-        with naming(path):
-            moments = calibration.get(path)
-            stored = [quantize(array, config) for config in configs]
-            losses = tuple(_loss(array, q, moments) for q in stored)
-        found.append(_Choice(path, array.size, configs, tuple(q.nbytes for q in stored), losses))
-    known = np.array([choice.losses for choice in found if choice.path in calibration]).sum() or 1.0
-    # A weight without a statistic counts more than all others together.
-    return [
-        c if c.path in calibration else dataclasses.replace(c, losses=tuple(1e3 * known * x for x in c.losses))
-        for c in found
-    ], kept
+        found.append(Choice.of(path, array, configs, moments[id(array)]))
+    return found, kept
 
 
-def _loss(array: jax.Array, stored: QuantizedArray, moments: Moments | None) -> float:
+def _loss(array: jax.Array, stored: QuantizedArray, moments: Sequence[Moments]) -> float:
     """The estimated change of the loss; the relative error of the weight if there is no statistic."""
-    if moments is None:
-        return float(_relative(array, stored))
-    return float(_weighted(array, stored, moments))
+    return sum(float(_weighted(array, stored, m)) for m in moments) if moments else float(_relative(array, stored))
 
 
 @jax.jit
@@ -141,7 +163,7 @@ def _relative(array: jax.Array, stored: QuantizedArray) -> jax.Array:
     return jnp.sum((wide - stored.materialize()) ** 2) / jnp.maximum(jnp.sum(wide**2), 1e-30)
 
 
-def _chosen(choices: Sequence[_Choice], limit: float) -> list[int]:
+def _chosen(choices: Sequence[Choice], limit: float) -> list[int]:
     """The format of each weight with the least sum of losses within a number of bytes, by a Lagrange multiplier."""
 
     def at(price: float) -> list[int]:
@@ -160,11 +182,11 @@ def _chosen(choices: Sequence[_Choice], limit: float) -> list[int]:
     return _filled(choices, chosen, limit)
 
 
-def _total(choices: Sequence[_Choice], chosen: Sequence[int]) -> int:
+def _total(choices: Sequence[Choice], chosen: Sequence[int]) -> int:
     return sum(choice.sizes[i] for choice, i in zip(choices, chosen, strict=True))
 
 
-def _filled(choices: Sequence[_Choice], chosen: list[int], limit: float) -> list[int]:
+def _filled(choices: Sequence[Choice], chosen: list[int], limit: float) -> list[int]:
     """Spend the bytes that are left on the weights that gain most per byte."""
     while True:
         left = limit - _total(choices, chosen)

@@ -71,7 +71,7 @@ def calibrate(
         _announce(passes, limit, batches)
     found = _collected(model, passes, batches, progress)
     seen = {w.path: found[w.path] for w in watched if np.any(found[w.path].count)}
-    unseen = "no floating-point output of fn depends on a product with it"
+    unseen = "no floating-point output of fn depends on a product with it, or on rows of it"
     missing |= {path: unseen for path in found if path not in seen}
     return Calibration(seen, missing, loss is not None)
 
@@ -85,7 +85,8 @@ def _collected(
     if progress is not None:
         progress(done, total)
     for members in passes:
-        sums = _Pass(model, members)
+        sums = _Pass(members)
+        sums.start(model)
         for number, batch in enumerate(batches):
             sums.add(number, arguments(batch))
             done += 1
@@ -161,6 +162,8 @@ class _Model:
                     continue
                 if use.axes is not None and use.how == "fn":
                     watched.append(_Weight(i, path, shape, use.axes, use.stacked, kind == "full"))
+                elif use.looked_up and len(shape) == 2:  # a product with rows of zeros and a one
+                    watched.append(_Weight(i, path, shape, (-2,), (), full=False))
                 elif math.prod(shape) >= SMALL and not axes_by_name(path, shape).vector:
                     missing[path] = use.how
         return sorted(watched, key=lambda weight: weight.place), missing
@@ -169,10 +172,16 @@ class _Model:
 class _Pass:
     """One pass over the batches: the sums of moments of some of the weights."""
 
-    def __init__(self, model: _Model, members: Sequence[_Weight]):
-        self.model, self.members = model, members
-        self.sums = [(jnp.zeros(w.moment, jnp.float32), jnp.zeros(w.stack, jnp.float32)) for w in members]
+    model: _Model
+
+    def __init__(self, members: Sequence[_Weight]):
+        self.members = members
         self.steps: dict[Any, Callable[..., Any]] = {}
+
+    def start(self, model: _Model) -> None:
+        """Start from zero, for a model of the same structure as earlier ones."""
+        self.model = model
+        self.sums = [(jnp.zeros(w.moment, jnp.float32), jnp.zeros(w.stack, jnp.float32)) for w in self.members]
 
     def add(self, number: int, args: tuple[Any, ...]) -> None:
         """Add the moments of a batch."""
@@ -181,7 +190,8 @@ class _Pass:
         rest = tuple((type(x), x) for i, x in enumerate(given) if i not in {*at} and i >= len(self.model.leaves))
         key = tree, len(at), rest
         if key not in self.steps:
-            self.steps[key] = jax.jit(partial(self.step, given, at, tree), donate_argnums=0)
+            static = [None if i in {*at} else x for i, x in enumerate(given)]
+            self.steps[key] = jax.jit(partial(self.step, static, at, tree), donate_argnums=0)
         with _explaining(number, args), materialization("allow"):
             self.sums, finite = self.steps[key](self.sums, [given[i] for i in at])
         bad = [w.path for w, fine in zip(self.members, np.asarray(finite), strict=True) if not fine]
@@ -221,6 +231,32 @@ class _Pass:
             hessian = full if weight.full else None
             axes = weight.shape, weight.inputs, weight.stacked
             found[weight.path] = Moments(*axes, diag, hessian, np.asarray(count))
+        self.sums = []
+        return found
+
+
+class Observer:
+    """Collects moments for one set of parameters after another, such as the layers of a model that pass through memory.
+
+    All must have the structure and shapes of `params`, so that the program is compiled once. `fn`, `rules` and `budget`
+    as for `calibrate`; `batch` is the first one.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], params: Any, batch: Any, *, rules: Any = "full", budget: str | int = "4GB"
+    ):
+        self.fn = fn
+        watched, self.missing = _Model.of(fn, params, None).watched(_kinds(rules), arguments(batch))
+        self.passes = [_Pass(members) for members in _passes(watched, byte_count(budget, "budget"))]
+
+    def moments(self, params: Any, batches: Sequence[Any]) -> dict[str, Moments]:
+        """The moments of the inputs of the weights in `params`, by path."""
+        model, found = _Model.of(self.fn, params, None), dict[str, Moments]()
+        for sums in self.passes:
+            sums.start(model)
+            for number, batch in enumerate(batches):
+                sums.add(number, arguments(batch))
+            found |= sums.moments()
         return found
 
 

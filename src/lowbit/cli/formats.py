@@ -71,6 +71,19 @@ def config(text: str, **given: Any) -> QuantizationConfig:
     return QuantizationConfig(name, **options | {key: value for key, value in given.items() if value is not None})
 
 
+def several(text: str | None) -> list[str]:
+    """The formats to choose from, `q2,q3,int8:block_size=32`; without any given, one each of 2, 3, 4 and 8 bits."""
+    found: list[str] = []
+    for item in (text or "q2,q3,q4,int8").split(","):
+        if item.partition(":")[0] in FORMATS or not found:
+            found.append(item)
+        else:
+            found[-1] += f",{item}"  # a further option
+    if len(found) < 2:
+        raise ValueError(f"--format {text}: --bits and --size choose among several formats, such as q2,q3,q4,int8.")
+    return found
+
+
 def rule(text: str) -> Rule:
     """A rule of `PATTERN=FORMAT[:OPTION=VALUE,...]` or `PATTERN=keep`."""
     # A pattern may contain = and : itself, so the options are found by the name of the format before them.

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,7 @@ from .tokenizer import HuggingFaceTokenizer, Tokenizer
 # Prompts and caches are padded to multiples of these numbers of tokens, so that few programs are compiled.
 PROMPT_STEP, CACHE_STEP = 64, 64
 GGUF_KEY = "general.architecture"
+STORED = "stored"  # a file in its own bits
 Progress = Callable[[int, int], None]  # called with the bytes that are done, and their total
 
 
@@ -63,6 +64,11 @@ def model_fields(file: Reader) -> dict[str, Any]:
     )
 
 
+def tokenizer_of(file: Reader, fields: Mapping[str, Any]) -> Tokenizer | HuggingFaceTokenizer:
+    """The tokenizer of a file with these `model_fields`."""
+    return Tokenizer.from_gguf(fields) if GGUF_KEY in fields else HuggingFaceTokenizer(file.path)
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """Parameters, dense or quantized, with the tokenizer of their file.
@@ -86,16 +92,16 @@ class LanguageModel:
     ) -> Self:
         """The model in a GGUF file, a lowbit file that was made from one, or a Hugging Face directory.
 
-        `format` is that of the weights, or `"float32"`. None keeps the stored bits of a file or a directory with
-        quantized weights, and is q4 otherwise.
+        `format` is that of the weights, `"float32"`, or `"stored"` for the stored bits, with dense tensors in float32.
+        None keeps the stored bits of a file or a directory with quantized weights, and is q4 otherwise.
         """
         file = open_tensors(path)
         fields = model_fields(file)
-        tokenizer = Tokenizer.from_gguf(fields) if GGUF_KEY in fields else HuggingFaceTokenizer(file.path)
-        stored = any(is_stored(file.type(name)) for name in file)
-        config, params = llama.load(file, fields, as_stored=format is None and stored)
+        tokenizer = tokenizer_of(file, fields)
+        as_stored = format == STORED or (format is None and any(is_stored(file.type(name)) for name in file))
+        config, params = llama.load(file, fields, as_stored=as_stored)
         model = cls(config, tokenizer, params)
-        if format == "float32" or (format is None and stored):
+        if format == "float32" or as_stored:
             return model
         return model.quantized(format or "q4", strict=True, progress=progress)[0]
 

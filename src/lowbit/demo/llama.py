@@ -6,7 +6,7 @@ Weights are (in, out), so that `x @ w` is the product; a layer is a slice of eac
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -117,55 +117,87 @@ HUGGING_FACE = Layout(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class LlamaFile:
+    """The tensors of a llama in a file, as the parameters of the model: in float32, or with their stored bits."""
+
+    file: Reader
+    layout: Layout
+    config: LlamaConfig
+
+    @classmethod
+    def of(cls, file: Reader, fields: Mapping[str, Any]) -> "LlamaFile":
+        """`fields` are the metadata of a GGUF file, or the config.json of a Hugging Face directory."""
+        layout = GGUF if "general.architecture" in fields else HUGGING_FACE
+        kind = fields.get("general.architecture", fields.get("model_type"))
+        if kind != "llama":
+            raise ValueError(f"{file.path} holds a model of type {kind!r}, and only 'llama' can be run.")
+        wrong = [key for key in layout.sizes.values() if type(fields.get(key)) not in (int, float)]
+        if wrong:
+            raise ValueError(f"{file.path}: the metadata has no number for {', '.join(wrong)}.")
+        sizes = {name: fields[key] for name, key in layout.sizes.items()}
+        return cls(file, layout, LlamaConfig(vocabulary=file.shape(layout.embed)[0], **sizes))
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is also the output layer."""
+        return self.layout.head not in self.file
+
+    def name(self, number: int, weight: str) -> str:
+        """The name of a tensor of a layer in the file."""
+        return self.layout.layer.format(number, self.layout.names[weight])
+
+    @property
+    def linears(self) -> list[str]:
+        """The names of the matrices of all layers."""
+        names = (self.name(i, weight) for i in range(self.config.layers) for weight in self.layout.names)
+        return [name for name in names if len(self.file.shape(name)) > 1]
+
+    def tensor(self, name: str, as_stored: bool = False) -> Any:
+        array = self.file.array(name) if as_stored else self.file.dense(name)
+        return array if lowbit.is_quantized(array) else jnp.asarray(array, jnp.float32)
+
+    def formats(self, number: int) -> list[str]:
+        """How the tensors of a layer are stored."""
+        return [self.file.type(self.name(number, weight)) for weight in self.layout.names]
+
+    def layer(self, number: int, as_stored: bool = False) -> Params:
+        """The parameters of a layer, with matrices as (in, out)."""
+        heads = {"q": self.config.heads, "k": self.config.kv_heads} if self.layout.halves else {}
+
+        @lowbit.implicit
+        def turned(w: Any, heads: int | None) -> Any:
+            if heads is not None:  # the rows of each head, reordered so that adjacent rows are pairs
+                w = jnp.swapaxes(w.reshape(heads, 2, -1, w.shape[-1]), 1, 2).reshape(w.shape)
+            return w.T  # a vector is its own transpose
+
+        return {w: turned(self.tensor(self.name(number, w), as_stored), heads.get(w)) for w in self.layout.names}
+
+    def ends(self, as_stored: bool = False) -> Params:
+        """The parameters that are not of a layer: embedding, last norm, and the output layer if it is not tied."""
+        found = {
+            "embed": self.tensor(self.layout.embed, as_stored),
+            "norm": self.tensor(self.layout.norm, as_stored),
+        }
+        return found if self.tied else found | {"head": self.tensor(self.layout.head, as_stored).T}
+
+
 def load(file: Reader, fields: Mapping[str, Any], *, as_stored: bool = False) -> tuple[LlamaConfig, Params]:
     """The sizes and the parameters of a llama: in float32, or with the stored bits if `as_stored`.
 
-    `fields` are the metadata of a GGUF file, or the config.json of a Hugging Face directory. If layers are stored in
-    different formats, `params["layers"]` is a list: a stack for each run of layers that are alike.
+    `fields` as for `LlamaFile.of`. If layers are stored in different formats, `params["layers"]` is a list: a stack for
+    each run of layers that are alike.
     """
-    layout = GGUF if "general.architecture" in fields else HUGGING_FACE
-    kind = fields.get("general.architecture", fields.get("model_type"))
-    if kind != "llama":
-        raise ValueError(f"{file.path} holds a model of type {kind!r}, and only 'llama' can be run.")
-    wrong = [key for key in layout.sizes.values() if type(fields.get(key)) not in (int, float)]
-    if wrong:
-        raise ValueError(f"{file.path}: the metadata has no number for {', '.join(wrong)}.")
-    sizes = {name: fields[key] for name, key in layout.sizes.items()}
-    config = LlamaConfig(vocabulary=file.shape(layout.embed)[0], **sizes)
+    source = LlamaFile.of(file, fields)
 
-    def tensor(name: str) -> Any:
-        array = file.array(name) if as_stored else file.dense(name)
-        return array if lowbit.is_quantized(array) else jnp.asarray(array, jnp.float32)
+    @lowbit.implicit
+    def stacked(layers: list[Params]) -> Params:
+        return {name: jnp.stack([layer[name] for layer in layers]) for name in layers[0]}
 
-    def turned(w: Any, heads: int) -> Any:
-        """The rows of each head, reordered so that adjacent rows are pairs."""
-        return jnp.swapaxes(w.reshape(heads, 2, -1, w.shape[-1]), 1, 2).reshape(w.shape)
-
-    def formats(i: int) -> list[str]:
-        return [file.type(layout.layer.format(i, name)) for name in layout.names.values()] if as_stored else []
-
-    def stack(name: str, numbers: Iterable[int]) -> Any:
-        layers = [tensor(layout.layer.format(i, layout.names[name])) for i in numbers]
-        heads = {"q": config.heads, "k": config.kv_heads}.get(name) if layout.halves else None
-
-        @lowbit.implicit
-        def stacked(layers: list[Any]) -> Any:
-            if heads is not None:
-                layers = [turned(w, heads) for w in layers]
-            return jnp.stack([w.T for w in layers])  # a vector is its own transpose
-
-        return stacked(layers)
-
-    alike = [list(numbers) for _, numbers in itertools.groupby(range(config.layers), formats)]
-    runs = [{name: stack(name, numbers) for name in layout.names} for numbers in alike]
-    params: Params = {
-        "embed": tensor(layout.embed),
-        "layers": runs[0] if len(runs) == 1 else runs,
-        "norm": tensor(layout.norm),
-    }
-    if layout.head in file:
-        params["head"] = tensor(layout.head).T
-    return config, params
+    numbers = range(source.config.layers)
+    alike = [list(run) for _, run in itertools.groupby(numbers, source.formats if as_stored else lambda i: None)]
+    runs = [stacked([source.layer(i, as_stored) for i in run]) for run in alike]
+    return source.config, source.ends(as_stored) | {"layers": runs[0] if len(runs) == 1 else runs}
 
 
 def init(config: LlamaConfig, key: jax.Array) -> Params:
@@ -241,47 +273,59 @@ def forward(
     `last`: compute only the logits after that token. `formats`: those of the cache. `remat`: recompute each layer in
     the backward pass, to save memory.
     """
-    batch, length = tokens.shape
-    heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
-    positions = start + jnp.arange(length)
-    seen = jnp.arange(length if cache is None else cache["k"].shape[-2])
-    mask = seen <= positions[:, None]
+    positions = start + jnp.arange(tokens.shape[1])
 
-    def layer(carry: tuple[jax.Array, Cache | None], inputs: tuple[jax.Array, Params]) -> Any:
+    def step(carry: tuple[jax.Array, Cache | None], inputs: tuple[jax.Array, Params]) -> Any:
         x, cache = carry
-        i, p = inputs
-        h = rms_norm(x, p["attn_norm"], config.epsilon)
-        q, k, v = (
-            jnp.swapaxes((h @ p[name]).reshape(batch, length, n, size), 1, 2)
-            for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-        )
-        q, k = rope(q, positions, config.rope_base), rope(k, positions, config.rope_base)
-        if cache is not None:
-            new = {name: stored(x[None], f) for name, x, f in zip("kv", (k, v), formats, strict=True)}
-            at = (i, 0, 0, start, 0)
-            cache = {name: lax.dynamic_update_slice(cache[name], jnp.asarray(x), at) for name, x in new.items()}
-            k, v = (lax.dynamic_index_in_dim(cache[name], i, keepdims=False) for name in ("k", "v"))
-        # Each key is shared by a group of heads.
-        q = q.reshape(batch, kv_heads, heads // kv_heads, length, size)
-        scores = jnp.einsum("bkgsd,bktd->bkgst", q, k) / math.sqrt(size)
-        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
-        mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, v).reshape(batch, heads, length, size)
-        x = x + jnp.swapaxes(mixed, 1, 2).reshape(batch, length, heads * size) @ p["o"]
-        h = rms_norm(x, p["mlp_norm"], config.epsilon)
-        x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
-        return (x, cache), None
+        number, p = inputs
+        return layer(config, p, x, positions, cache, (number, start), formats), None
 
     x = params["embed"][tokens].astype(jnp.float32)  # whatever the weights are
-    layer = jax.checkpoint(layer) if remat else layer
+    step = jax.checkpoint(step) if remat else step
     first = 0
     for run in runs_of(params):
         numbers = first + jnp.arange(len(run["attn_norm"]))
-        (x, cache), _ = lax.scan(layer, (x, cache), (numbers, run))
+        (x, cache), _ = lax.scan(step, (x, cache), (numbers, run))
         first += len(run["attn_norm"])
     if last is not None:
         x = lax.dynamic_slice_in_dim(x, last, 1, axis=1)
     head = params["head"] if "head" in params else params["embed"].T
     return rms_norm(x, params["norm"], config.epsilon) @ head, cache
+
+
+def layer(
+    config: LlamaConfig,
+    p: Params,
+    x: jax.Array,
+    positions: jax.Array,
+    cache: Cache | None = None,
+    at: tuple[Any, Any] = (0, 0),
+    formats: Formats = DENSE,
+) -> tuple[jax.Array, Cache | None]:
+    """One layer on x (batch, length, width), and the cache with its keys and values. `at`: layer and start there."""
+    batch, length, _ = x.shape
+    heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
+    number, start = at
+    h = rms_norm(x, p["attn_norm"], config.epsilon)
+    q, k, v = (
+        jnp.swapaxes((h @ p[name]).reshape(batch, length, n, size), 1, 2)
+        for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    q, k = rope(q, positions, config.rope_base), rope(k, positions, config.rope_base)
+    if cache is not None:
+        new = {name: stored(x[None], f) for name, x, f in zip("kv", (k, v), formats, strict=True)}
+        place = (number, 0, 0, start, 0)
+        cache = {name: lax.dynamic_update_slice(cache[name], jnp.asarray(x), place) for name, x in new.items()}
+        k, v = (lax.dynamic_index_in_dim(cache[name], number, keepdims=False) for name in ("k", "v"))
+    mask = jnp.arange(k.shape[-2]) <= positions[:, None]
+    # Each key is shared by a group of heads.
+    q = q.reshape(batch, kv_heads, heads // kv_heads, length, size)
+    scores = jnp.einsum("bkgsd,bktd->bkgst", q, k) / math.sqrt(size)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, v).reshape(batch, heads, length, size)
+    x = x + jnp.swapaxes(mixed, 1, 2).reshape(batch, length, heads * size) @ p["o"]
+    h = rms_norm(x, p["mlp_norm"], config.epsilon)
+    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], cache
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:

@@ -17,12 +17,12 @@ from lowbit.models.patterns import Rules
 
 from . import evaluation
 from .evaluation import Quality, Reference, Speed, live_bytes
-from .language_model import LanguageModel
+from .language_model import STORED, LanguageModel
 from .llama import DENSE, Formats
 
 # The formats that are shown by default; "stored" is the file in its own bits, "mix" is q4 with the embedding, which is
 # also the output layer, in int8.
-STORED, MIX = "stored", "mix"
+MIX = "mix"
 SHOWN = (STORED, "q4", "q3", MIX, "nf4", "int8", "ternary", "binary")
 MIXED = {"*embed*": "int8", "*": "q4"}
 CONTINUED = "The capital of France is"
@@ -68,7 +68,7 @@ def run(
         if config is None:
             model = LanguageModel.from_file(path)
         else:
-            with counted("quantizing") as (progress, _):
+            with counted("quantizing") as (progress, *_):
                 model, _ = LanguageModel.from_gguf(path).quantized(config, strict=True, progress=progress)
         model = dataclasses.replace(model, formats=kv)
         results.append(_measured(name, model, size, windows, references, tokens))

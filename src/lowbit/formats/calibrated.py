@@ -23,12 +23,14 @@ class Calibrated(NamedTuple):
     - `before`, `after`: the output error |X (W - Q)|^2 / |X W|^2 without the data and with it. With diagonals only,
       products of different inputs are taken to cancel.
     - `kept`: whether the data did not help, and `array` is the one without.
+    - `size`: |X W|^2, of which the errors are fractions.
     """
 
     array: QuantizedArray
     before: jax.Array
     after: jax.Array
     kept: jax.Array
+    size: jax.Array
 
 
 def calibrated(format: Format, options: Mapping[str, Any], weight: jax.Array, moments: Moments) -> Calibrated:
@@ -41,13 +43,14 @@ def calibrated(format: Format, options: Mapping[str, Any], weight: jax.Array, mo
     found = _searched(format, quantize, weight, plain, moments) if chooses else plain
     if moments.hessian is not None:
         found = round_by_moments(weight, found, moments)
-    before, after = (output_error(weight, array, moments) for array in (plain, found))
+    (lost_before, size), (lost_after, _) = (output_sums(weight, array, moments) for array in (plain, found))
+    before, after = (x / jnp.where(size > 0, size, 1) for x in (lost_before, lost_after))
     worse = ~(after <= before)
     if not isinstance(worse, Tracer):
         array = plain if worse else found
     else:
         array = jax.tree.map(partial(jnp.where, worse), plain, found)
-    return Calibrated(array, before, jnp.where(worse, before, after), worse)
+    return Calibrated(array, before, jnp.where(worse, before, after), worse, size)
 
 
 def _searched(
@@ -57,12 +60,20 @@ def _searched(
     axes = plain.scale_axes
     if format.layout is not None:
         searches = format.layout.weighting is not None and len(axes) == 1
-        return quantize(weight, importance=moments.importance()) if searches else plain
+        return quantize(weight, importance=_along(axes[0], moments)) if searches else plain
     if format.top is None or len(axes) != 1 or plain.coded_scales() is not None:
         return plain
     levels, (axis,) = SortedLevels.of(plain), axes
     scales = _scales(weight, plain.scale_values(), levels, moments, axis, span_of(plain.spans, axis))
     return quantize(weight, scale=scales)
+
+
+def _along(axis: int, moments: Moments) -> jax.Array:
+    """The importance of inputs, with the size of the weight along the axis of its blocks, whatever the inputs' axis."""
+    found = moments.importance()
+    shape = list(found.shape)
+    shape[axis] = moments.shape[axis]
+    return jnp.broadcast_to(found, shape)
 
 
 @partial(jax.jit, static_argnums=(2, 4, 5))
@@ -71,16 +82,22 @@ def _scales(
 ) -> jax.Array:
     """The scales near those at the start with the least weighted error."""
     blocks, _, _ = by_blocks(weight.astype(jnp.float32), axis, span)
-    weights = weights_of_inputs(blocks, moments.importance(), axis, span, jnp.ones_like(blocks))
+    weights = weights_of_inputs(blocks, _along(axis, moments), axis, span, jnp.ones_like(blocks))
     largest = jnp.moveaxis(start, axis, -1)[..., None, None] * levels.largest
     scales = search_scale(blocks, weights, largest, levels, lambda scales: scales, signed=False)
     # A scale must be positive, also of a block of zeros.
     return jnp.maximum(joined(scales, axis, scales.shape[-3]), 1e-30)
 
 
-@jax.jit
 def output_error(weight: jax.Array, array: QuantizedArray, moments: Moments) -> jax.Array:
     """|X (W - Q)|^2 / |X W|^2 of the rows X that the moments were collected from."""
+    error, size = output_sums(weight, array, moments)
+    return error / jnp.where(size > 0, size, 1)
+
+
+@jax.jit
+def output_sums(weight: jax.Array, array: QuantizedArray, moments: Moments) -> tuple[jax.Array, jax.Array]:
+    """|X (W - Q)|^2 and |X W|^2 of the rows X that the moments were collected from."""
     wide = weight.astype(jnp.float32)
     both = moments.as_matrices(wide - array.materialize().astype(jnp.float32)), moments.as_matrices(wide)
     if moments.hessian is None:
@@ -89,4 +106,4 @@ def output_error(weight: jax.Array, array: QuantizedArray, moments: Moments) -> 
     else:
         h = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
         error, size = (jnp.sum(lax.map(lambda given: lost(*given), (x, h))) for x in both)
-    return error / jnp.where(size > 0, size, 1)
+    return error, size

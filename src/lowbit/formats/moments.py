@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -99,3 +100,18 @@ class Moments:
             hessian=None if self.hessian is None or other.hessian is None else self.hessian + other.hessian,
             count=self.count + other.count,
         )
+
+    def of_region(self, region: Sequence[tuple[int, int]]) -> "Moments":
+        """The moments of a part of the weight, given the first and last element along each axis.
+
+        Inputs can be divided only if there are no second moments, since those of different parts count too.
+        """
+        shape = tuple(stop - start for start, stop in region)
+        cut = {a for a in range(-len(shape), 0) if shape[a] != self.shape[a]}
+        if cut & set(self.inputs) and (self.hessian is not None or len(self.inputs) > 1):
+            raise ValueError(f"Inputs along {self.inputs} of a weight of shape {self.shape} cannot be divided.")
+        stack = tuple(slice(*region[a]) for a in self.stacked)
+        inputs = tuple(slice(*region[a]) for a in self.inputs) if cut & set(self.inputs) else ()
+        hessian = None if self.hessian is None else self.hessian[stack]
+        diag, count = self.diag[(*stack, *inputs)], self.count[stack]
+        return Moments(shape, self.inputs, self.stacked, diag, hessian, count)

@@ -55,10 +55,11 @@ def common_units(units: Sequence[int], others: Sequence[int]) -> list[int]:
     return [WHOLE if WHOLE in pair else math.lcm(*pair) for pair in zip(units, others, strict=True)]
 
 
-def chunks_of(shape: Sequence[int], units: Sequence[int]) -> list[Region]:
-    """An array as chunks of about `CHUNK` elements, split along the first axes that can be split."""
+def chunks_of(shape: Sequence[int], units: Sequence[int], most: int | None = None) -> list[Region]:
+    """An array as chunks of about `CHUNK` elements, or `most`, split along the first axes that can be split."""
     ranges: list[list[tuple[int, int]]] = []
     left = STRIPE if any(n > 1 and unit == WHOLE for n, unit in zip(shape[:-1], units, strict=False)) else CHUNK
+    left = left if most is None else most
     for axis, (n, unit) in enumerate(zip(shape, units, strict=True)):
         step = n
         if unit != WHOLE:

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from lowbit.config import QuantizationConfig, quantize
+from lowbit.config import QuantizationConfig, quantize, quantize_calibrated
 from lowbit.formats import FORMATS, PermutedArray, QuantizedArray
+from lowbit.formats.moments import Moments
 from lowbit.models.axes import axes_by_name
 from lowbit.models.patterns import Rules, naming, ordered_rules
 from lowbit.models.plan import Plan, plan
-from lowbit.models.report import Report, Row
+from lowbit.models.report import NO_STATISTIC, NOT_CALIBRATED, Outputs, Report, Row, array_bytes, calibrated_by
 
 from ._atomic import atomic_write, put_in_place, replaceable
 from ._checks import OptionNeeded
@@ -29,12 +31,12 @@ from ._directory import WEIGHTS, check_names, check_place, discard, finish, is_p
 from ._dtypes import DTYPES, dense_dtype
 from ._gguf_blocks import BLOCK_TYPES, type_of
 from .checkpoints.writing import WRITERS, Facts, checkpoint_tensors
-from .container._layout import check_is_file
+from .container._layout import Layout, check_is_file
 from .gguf_writer import file_type, write_gguf
 from .readers import GGUFFile, HuggingFaceDir, LowbitDir, Reader, open_tensors
 from .readers._base import check_method, decoded_types, is_stored
 from .readers.gguf import GGUFField, without_types
-from .streaming import Note, Progress, locked, staging_path, streamed
+from .streaming import Note, Progress, Work, locked, staging_path, streamed
 
 # The kinds of files that can be written: lowbit files, those of other projects, dense safetensors, GGUF.
 TARGETS = ("lowbit", *WRITERS, "safetensors", "gguf")
@@ -98,17 +100,26 @@ def plans_for(
     return found, unmatched
 
 
-def transformed(source: Reader, plans: dict[str, Plan]) -> Iterator[tuple[str, Any]]:
-    """Each tensor as planned, loaded whole."""
-    for name in source:
+def transformed(
+    source: Reader, plans: dict[str, Plan], calibration: Mapping[str, Moments] | None = None
+) -> Iterator[tuple[str, Any, Outputs]]:
+    """Each tensor as planned, loaded whole, and what calibration did to it; calibrated ones last, in their order."""
+    known = [name for name in calibration or () if name in source and plans[name].config is not None]
+    for name in [*(name for name in source if name not in {*known}), *known]:
         config = plans[name].config
         if config is None:
-            yield name, source.array(name)
-        else:
-            dense = source.dense(name) if is_stored(source.type(name)) else source.array(name)
-            with naming(name):
-                array = quantize(np.asarray(dense), config)
-            yield name, array
+            yield name, source.array(name), NOT_CALIBRATED
+            continue
+        dense = np.asarray(source.dense(name) if is_stored(source.type(name)) else source.array(name))
+        with naming(name):
+            if calibration is None or name not in {*known}:
+                array, outputs = quantize(dense, config), NOT_CALIBRATED if calibration is None else NO_STATISTIC
+            else:
+                moments = calibration[name]
+                found = quantize_calibrated(jnp.asarray(dense), config, moments)
+                array = found.array
+                outputs = calibrated_by(float(found.before), float(found.after), moments.hessian is not None)
+        yield name, array, outputs
 
 
 def convert(
@@ -121,6 +132,7 @@ def convert(
     requantize: bool = False,
     dequantize: bool = False,
     strict: bool = False,
+    calibration: Mapping[str, Moments] | None = None,
     progress: Progress = lambda done, total: None,
     note: Note = lambda text: None,
 ) -> Report:
@@ -134,6 +146,8 @@ def convert(
     - `requantize`: apply a format for all weights also to tensors that are stored in another one, and quantize again
       what bitsandbytes cannot store unchanged.
     - `dequantize`: dequantize tensors whose format the target cannot hold; otherwise they are an error.
+    - `calibration`: moments of the inputs of tensors by their names, such as `Calibration.from_imatrix` reads, to
+      quantize for these inputs as `quantize_tree` does.
     - `progress`: called with the number of bytes of the source that are done, and their total.
     - `note`: called with a sentence for the user, such as that an earlier run is resumed.
 
@@ -148,7 +162,7 @@ def convert(
         raise ValueError(f"Unknown kind of file {to!r}: it must be one of {', '.join(TARGETS)}.")
     check_method(source)
     rules = ordered_rules(rules)
-    layout = _Layout(to, checked_type(type) if to == "gguf" else "F16", requantize, dequantize)
+    layout = _Layout(to, checked_type(type) if to == "gguf" else "F16", requantize, dequantize, calibration)
     linear_only = to in WRITERS and WRITERS[to].linear_only
     plans, unmatched = plans_for(source, rules, strict=strict, linear_only=linear_only, requantize=requantize)
     layout.check(source, target, plans)
@@ -162,7 +176,7 @@ def convert(
         found = _write_file(source, replaceable(target), layout, plans, progress, note)
         file = target
     written, size = open_tensors(target), file.stat().st_size
-    found = _measured(source, written, plans) if found is None else found
+    found = _measured(source, written, plans, layout.outputs) if found is None else found
     rows = tuple(as_written(written, plans[row.path], row) for row in found)
     notes = _notes(rows, plans, bool(rules), requantize and to == "lowbit")
     return Report(rows, unmatched, notes=(*notes, f"{file}: {size:,} bytes on disk."), on_disk=size)
@@ -176,6 +190,8 @@ class _Layout:
     type: Literal["F16", "Q8_0"]
     requantize: bool
     dequantize: bool
+    calibration: Mapping[str, Moments] | None = None
+    outputs: dict[str, Outputs] = dataclasses.field(default_factory=dict)  # by name, of what was written
 
     def check(self, source: Reader, target: Path, plans: dict[str, Plan]) -> None:
         """Raise if a tensor would have a format that the target cannot hold."""
@@ -258,9 +274,10 @@ def _quantized_like(shape: tuple[int, ...], config: QuantizationConfig) -> Any:
     return jax.eval_shape(functools.partial(quantize, config=config), jax.ShapeDtypeStruct(shape, np.float32))
 
 
-def _counted(source: Reader, plans: dict[str, Plan], progress: Progress) -> Iterator[tuple[str, Any]]:
+def _counted(source: Reader, plans: dict[str, Plan], layout: _Layout, progress: Progress) -> Iterator[tuple[str, Any]]:
     done, total = 0, sum(map(source.nbytes, source))
-    for name, array in transformed(source, plans):
+    for name, array, outputs in transformed(source, plans, layout.calibration):
+        layout.outputs[name] = outputs
         yield name, array
         progress(done := done + source.nbytes(name), total)
 
@@ -273,10 +290,11 @@ def _write_file(
         check_is_file(target)
         with locked(target) as journal:
             options: dict[str, Any] = {"journal": journal, "progress": progress, "note": note}
+            options["calibration"] = layout.calibration
             with streamed(source, plans, target, metadata=_metadata(source), **options) as (staging, rows):
                 put_in_place(staging, target)
         return rows
-    arrays = layout.arrays(target, _counted(source, plans, progress))
+    arrays = layout.arrays(target, _counted(source, plans, layout, progress))
     if layout.to == "gguf":
         fields, tensors = _gguf_fields(source), dict(arrays)
         known = fields["general.file_type"].value if "general.file_type" in fields else None
@@ -307,6 +325,7 @@ def _write_directory(
         check_names(target, files)
         if layout.to == "lowbit":
             options: dict[str, Any] = {"journal": journal, "progress": progress, "note": note}
+            options["calibration"] = layout.calibration
             discard(target, staging_path(target))
             with (
                 streamed(source, plans, target, metadata={}, **options) as (staging, rows),
@@ -317,7 +336,7 @@ def _write_directory(
             return rows
         with staged(target, files) as folder:
             _copy(files, folder)
-            arrays = layout.arrays(target, _counted(source, plans, progress))
+            arrays = layout.arrays(target, _counted(source, plans, layout, progress))
             weights = layout.write(folder / WEIGHTS, arrays)
             if layout.to in WRITERS:
                 config = dict(source.metadata.get("config") or {})
@@ -353,7 +372,7 @@ def as_written(written: Reader, planned: Plan, found: Row) -> Row:
     if kept:
         why = planned.why
     elif origin == now:
-        why = planned.why if found.format else f"was {was}"
+        why = found.why if found.format else f"was {was}"
     elif origin not in DTYPES and (now in DTYPES or (found.error and now not in FORMATS)):
         why = f"the error of {origin}, the size of {now}"
     else:
@@ -363,13 +382,18 @@ def as_written(written: Reader, planned: Plan, found: Row) -> Row:
     return dataclasses.replace(found, format=format, axis=axis, after=written.nbytes(found.path), error=error, why=why)
 
 
-def _measured(source: Reader, written: Reader, plans: Mapping[str, Plan]) -> Iterator[Row]:
+def _measured(
+    source: Reader, written: Reader, plans: Mapping[str, Plan], outputs: Mapping[str, Outputs]
+) -> Iterator[Row]:
     """Rows with errors that are measured by reading the written file back."""
     for found in compared(source, written, source):
         name, config = found["name"], plans[found["name"]].config
         format, axis = (None, None) if config is None else (str(config.dtype), config.axis)
         size = source.nbytes(name)
-        yield Row(name, found["shape"], source.type(name), format, axis, size, size, found["error"], "")
+        own, why = outputs[name], plans[name].why
+        why = why if own.how is None else f"{why}; {own.how}"
+        row = Row(name, found["shape"], source.type(name), format, axis, size, size, found["error"], why)
+        yield dataclasses.replace(row, output_before=own.before, output_after=own.after)
 
 
 def _notes(rows: Iterable[Row], plans: Mapping[str, Plan], asked: bool, requantize: bool) -> Iterator[str]:
@@ -395,6 +419,13 @@ def _metadata(source: Reader) -> dict[str, Any]:
     if not isinstance(source, GGUFFile):
         return dict(source.metadata)
     return {"gguf": {key: _listed(field) for key, field in source.fields.items()}}
+
+
+def header_bytes(source: Reader, target: Path, plans: Mapping[str, Plan]) -> int:
+    """The bytes of a lowbit file besides those of its arrays."""
+    likes = {name: Work.planned(source, name, plans[name]).like for name in source}
+    layout = Layout(target, likes, {} if source.path.is_dir() else _metadata(source))
+    return layout.size - sum(map(array_bytes, likes.values()))
 
 
 def _gguf_fields(source: Reader) -> dict[str, GGUFField]:

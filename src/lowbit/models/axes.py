@@ -35,6 +35,7 @@ class Found:
     - `told`: False if nothing is known about the leaf.
     - `multiplied`: False if the program uses it in no product.
     - `stacked`: the axes, counted from the end, of layers and experts, each of which has inputs of its own.
+    - `looked_up`: it is in no product, and its rows are looked up.
     """
 
     axes: tuple[int, ...] | None
@@ -43,6 +44,7 @@ class Found:
     told: bool = True
     multiplied: bool = True
     stacked: tuple[int, ...] = ()
+    looked_up: bool = False
 
 
 def axes_by_name(path: str, shape: Sequence[int]) -> Found:
@@ -105,7 +107,7 @@ def _conclude(uses: "set[_Use]", shape: Sequence[int]) -> Found:
         stacked = {a for use in uses if use.kind == "stack" for a in use.axes if shape[a] > 1 and a not in axes}
         return Found(tuple(a - ndim for a in axes), "fn", stacked=tuple(a - ndim for a in sorted(stacked)))
     if rows and ndim >= 2:
-        return Found((-1,), "fn: rows are looked up")
+        return Found((-1,), "fn: rows are looked up", looked_up=True)
     others = sorted({use.kind for use in uses if use.kind != "stack"})
     if not others:
         return Found(None, "fn does not use it", told=False)

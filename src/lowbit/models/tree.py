@@ -19,7 +19,18 @@ from lowbit.runtime import is_implicit, materialize
 from .histogram import histogram
 from .patterns import Rules, naming, ordered_rules
 from .plan import SMALL, PlannedLeaf, plan_tree
-from .report import NOT_CALIBRATED, Outputs, Report, Row, array_bytes, relative_error, row, worst
+from .report import (
+    NO_STATISTIC,
+    NOT_CALIBRATED,
+    Outputs,
+    Report,
+    Row,
+    array_bytes,
+    calibrated_by,
+    relative_error,
+    row,
+    worst,
+)
 
 T = TypeVar("T")
 
@@ -115,9 +126,8 @@ def _calibrated(path: str, leaf: Any, config: QuantizationConfig, moments: Momen
         found = quantize_calibrated(leaf, config, moments)
     if isinstance(found.before, Tracer):
         return found.array, None, Outputs(None, None, "calibrated")
-    how = "GPTQ" if moments.hessian is not None else "scales for its inputs"
-    how = f"{how} did not help and is left out" if bool(found.kept) else how
-    return found.array, _error(found.array, leaf), Outputs(float(found.before), float(found.after), how)
+    outputs = calibrated_by(float(found.before), float(found.after), moments.hessian is not None)
+    return found.array, _error(found.array, leaf), outputs
 
 
 def _moments_of_arrays(
@@ -128,8 +138,14 @@ def _moments_of_arrays(
     for leaf in planned if calibration is not None else ():
         array, moments = leaves[leaf.place], calibration.get(leaf.path) if calibration else None
         if moments is not None and not isinstance(array, jax.ShapeDtypeStruct):
+            known = found.get(id(array))
+            if known is not None and known.inputs != moments.inputs:
+                # Inputs of products tell more than counts of rows that are looked up.
+                axis = leaf.plan.config.axis if leaf.plan.config is not None else None
+                found[id(array)] = moments if moments.inputs == (axis,) else known
+                continue
             with naming(leaf.path):
-                found[id(array)] = found[id(array)].merged(moments) if id(array) in found else moments
+                found[id(array)] = moments if known is None else known.merged(moments)
     return found
 
 
@@ -144,7 +160,7 @@ def _quantize_leaves(
     done, total = 0, sum(array_bytes(leaves[leaf.place]) for leaf in planned)
     results: dict[Any, dict[Any, Any]] = {}  # by array and scale, then by config: path, stored array, errors
     moments = _moments_of_arrays(leaves, planned, calibration)
-    missing = NOT_CALIBRATED if calibration is None else Outputs(None, None, "no statistic in the calibration")
+    missing = NOT_CALIBRATED if calibration is None else NO_STATISTIC
     if progress is not None:
         progress(done, total)
     for leaf in planned:

@@ -50,7 +50,7 @@ class StagingFile:
         self.file = -1
         self.done = 0  # steps
         self.crc32: dict[str, tuple[int, int]] = {}  # for each tensor, the checksum of its first bytes and their number
-        self.squares: dict[str, tuple[float, float]] = {}
+        self.squares: dict[str, tuple[float, ...]] = {}
         self.changed: set[str] = set()  # names that the next line of the journal covers
         self.unsynced = 0
 
@@ -91,7 +91,7 @@ class StagingFile:
         os.write(self.journal, json.dumps(line).encode() + b"\n")
         _to_disk(self.journal)
 
-    def write(self, work: Work, step: int, stored: dict[str, Any], lost: tuple[float, float]) -> None:
+    def write(self, work: Work, step: int, stored: dict[str, Any], lost: tuple[float, ...]) -> None:
         """Write the result of a step, and from time to time a line of the journal."""
         chunk, components = work.chunk(step), self.layout.components[work.name]
         names = components | {field: _staged_name(work.name, field) for field in work.staged()}
@@ -101,8 +101,8 @@ class StagingFile:
         for field, spans in work.spans().items():
             if field in stored:
                 self.put(names[field], chunk, spans, stored[field])
-        before = self.squares.get(work.name, (0, 0))
-        self.squares[work.name] = before[0] + lost[0], before[1] + lost[1]
+        before = self.squares.get(work.name, (0,) * len(lost))
+        self.squares[work.name] = tuple(a + b for a, b in zip(before, lost, strict=True))
         self.changed |= {work.name, *components.values()}
         self.done += 1
         self.unsynced += region_size(chunk)
@@ -110,7 +110,7 @@ class StagingFile:
             self.put_scales(work)
             for name in components.values():
                 self.check(name)
-        if self.unsynced >= SYNCED:
+        if self.unsynced >= SYNCED or work.moments is not None:  # calibrated chunks take long
             self.sync()
 
     def put(self, name: str, region: Region, spans: Sequence[int], component: Any) -> None:

@@ -26,8 +26,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from lowbit.formats.moments import Moments
 from lowbit.models.plan import Plan
-from lowbit.models.report import Row, relative_error, row
+from lowbit.models.report import NO_STATISTIC, NOT_CALIBRATED, Row, calibrated_by, relative_error, row
 
 from .. import _chunks
 from .._regions import region_size
@@ -52,22 +55,25 @@ def streamed(
     metadata: dict[str, Any],
     progress: Progress,
     note: Note,
+    calibration: Mapping[str, Moments] | None = None,
 ) -> Iterator[tuple[Path, list[Row]]]:
     """Write the tensors of a source as planned to a staging file next to `target`, to be moved within the block.
 
     - `target`: with links resolved. `journal`: the locked journal of the target.
     - `progress`: called with the number of bytes of the source that are done, and their total.
     - `note`: called with a sentence for the user, such as that an earlier run is resumed.
+    - `calibration`: moments of the inputs of tensors, which are quantized in its order, after all others.
 
     After a failure that is not in the data, such as a full disk or Ctrl-C, the run can be resumed.
     """
     before = _identity(source.path)
-    works = [Work.planned(source, name, plans[name]) for name in source]
+    works = [Work.planned(source, name, plans[name], calibration) for name in source]
     layout = Layout(target, {work.name: work.like for work in works}, metadata)
+    order = {name: i for i, name in enumerate(calibration or ())}
+    works.sort(key=lambda work: order[work.name] if work.moments is not None else -1)
     asked = [[work.name, repr(work.config), work.steps] for work in works]
-    key = hashlib.sha256(
-        json.dumps([_chunks.CHUNK, _chunks.STRIPE, before, asked, repr(layout.ends({}))]).encode()
-    ).hexdigest()
+    given = [_chunks.CHUNK, _chunks.STRIPE, before, asked, repr(layout.ends({})), _digest(calibration)]
+    key = hashlib.sha256(json.dumps(given).encode()).hexdigest()
     for work in works:
         if (most := max(map(region_size, work.chunks))) > _chunks.STRIPE:
             note(f"{work.name} needs {most:,} elements in memory at a time, which share a scale or cannot be split.")
@@ -77,7 +83,9 @@ def streamed(
             if _identity(source.path) != before:
                 raise ValueError(f"{source.path} changed while it was read. Convert it again when it is complete.")
             staging.finish()
-            yield staging.path, [_row(source, work, plans[work.name], staging.squares) for work in works]
+            by_name = {work.name: work for work in works}
+            calibrated = calibration is not None
+            yield staging.path, [_row(source, by_name[n], plans[n], staging.squares, calibrated) for n in source]
             layout.tidy(target)
         except (OSError, KeyboardInterrupt, MemoryError) as error:
             staging.keep()
@@ -120,15 +128,31 @@ def _run(works: Sequence[Work], staging: StagingFile, progress: Progress, note: 
             if work.two_pass and step == len(work.chunks):
                 write()  # all maxima must be known before the second pass
             light = region_size(work.chunk(step)) <= _chunks.CHUNK and not work.stages_scales
-            write(left=QUEUE - 1 if light else 1)
+            write(left=0 if work.moments is not None else QUEUE - 1 if light else 1)
             making.append((number, workers.submit(made, work, step)))
         write()
 
 
-def _row(source: Reader, work: Work, planned: Plan, sums: Mapping[str, Sequence[float]]) -> Row:
-    error = None if work.config is None else relative_error(*sums[work.name])
-    found = row(work.name, work.like, work.like, planned, error)
+def _row(source: Reader, work: Work, planned: Plan, sums: Mapping[str, Sequence[float]], calibrated: bool) -> Row:
+    error, outputs = None, NOT_CALIBRATED
+    if work.config is not None:
+        error, outputs = relative_error(*sums[work.name][:2]), NO_STATISTIC if calibrated else NOT_CALIBRATED
+    if work.moments is not None:
+        *_, without, given, size, full = sums[work.name]
+        outputs = calibrated_by(without / (size or 1), given / (size or 1), bool(full))
+    found = row(work.name, work.like, work.like, planned, error, outputs)
     return dataclasses.replace(found, dtype=source.type(work.name), before=source.nbytes(work.name))
+
+
+def _digest(calibration: Mapping[str, Moments] | None) -> str | None:
+    """What tells one calibration from another."""
+    if calibration is None or hasattr(calibration, "digest"):
+        return getattr(calibration, "digest", None)
+    digest = hashlib.sha256()
+    for name, moments in calibration.items():
+        digest.update(f"{name} {moments.hessian is None}".encode())
+        digest.update(np.ascontiguousarray(moments.diag).tobytes())
+    return digest.hexdigest()
 
 
 def _identity(path: Path) -> list[Any]:

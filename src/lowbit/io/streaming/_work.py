@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lowbit.config import QuantizationConfig, quantize
+from lowbit.config import QuantizationConfig, quantize, quantize_calibrated
 from lowbit.formats import QuantizedArray
 from lowbit.formats.blocks import WHOLE, block_max, block_sum
+from lowbit.formats.moments import Moments
 from lowbit.models.partition import is_quantized
 from lowbit.models.patterns import naming
 from lowbit.models.plan import Plan
@@ -35,6 +36,7 @@ class Work:
     - `like`: the result, with shapes and dtypes only.
     - `made`: what a chunk is encoded to. It differs from `like` if that has scales that are encoded together.
     - `two_pass`: a first pass over the chunks finds the maximum of each scale, a second one encodes them.
+    - `moments`: gives the moments of its inputs, to quantize it for them; None without calibration.
     """
 
     name: str
@@ -45,9 +47,12 @@ class Work:
     chunks: list[Region]
     read: Callable[[Region], Any]
     nbytes: int
+    moments: Callable[[], Moments] | None = None
 
     @classmethod
-    def planned(cls, source: Reader, name: str, planned: Plan) -> "Work":
+    def planned(
+        cls, source: Reader, name: str, planned: Plan, calibration: Mapping[str, Moments] | None = None
+    ) -> "Work":
         shape, config = source.shape(name), planned.config
         given = source.chunks(name, as_stored=config is None)
         like = made = given.like
@@ -55,6 +60,13 @@ class Work:
             dense = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(given.like.dtype))
             with naming(name):
                 like = made = jax.eval_shape(partial(quantize, config=config), dense)
+            if calibration is not None and name in calibration:
+                # All inputs of an output are rounded together; outputs can be split.
+                units = common_units(given.units, units_of(like))
+                units = [WHOLE if a - len(shape) in inputs_of(calibration, name) else n for a, n in enumerate(units)]
+                chunks = chunks_of(shape, units, most=_chunks.STRIPE)
+                moments = partial(calibration.__getitem__, name)
+                return cls(name, config, like, like, False, chunks, given.read, source.nbytes(name), moments)
             if any(getattr(like, component) is not None for component in like.scale_components):
                 config = dataclasses.replace(config, double_quant=False)
                 made = jax.eval_shape(partial(quantize, config=config), dense)
@@ -89,10 +101,16 @@ class Work:
         size = math.prod(self.like.shape) * (1 + self.two_pass)
         return self.nbytes * region_size(self.chunk(step)) // size if size else 0
 
-    def encoded(self, data: Any, step: int, maxima: np.ndarray | None) -> tuple[dict[str, Any], tuple[float, float]]:
-        """The components of a chunk, and the sums of squares of its error and of its values."""
+    def encoded(self, data: Any, step: int, maxima: np.ndarray | None) -> tuple[dict[str, Any], tuple[float, ...]]:
+        """The components of a chunk, and the sums of squares of its error and of its values.
+
+        With calibration, also those of the errors of its outputs without and with it and of its outputs, and whether
+        there were second moments.
+        """
         if self.config is None:
             return data.components() if is_quantized(data) else {"": data}, (0, 0)
+        if self.moments is not None:
+            return self.calibrated(self.config, data, self.chunk(step))
         if self.finds_maxima(step):
             stored, sums = {"maxima": np.asarray(_maxima(data, self.made.spans))}, (0, 0)
             finite = bool(np.isfinite(stored["maxima"]).all())
@@ -109,6 +127,16 @@ class Work:
             with naming(f"{self.name}{where}"):
                 quantize(data, self.config)
         return stored, (sums[1], sums[1]) if self.stages_scales else sums
+
+    def calibrated(self, config: QuantizationConfig, data: Any, chunk: Region) -> tuple[Any, tuple[float, ...]]:
+        """A chunk, quantized for the inputs that it is multiplied with."""
+        assert self.moments is not None
+        with naming(self.name):
+            moments = self.moments().of_region(chunk)
+            found = quantize_calibrated(jnp.asarray(data), config, moments)  # raises if a value is not finite
+        sums = (float(np.asarray(x).sum(dtype=np.float64)) for x in _squares(found.array, jnp.asarray(data)))
+        outputs = (float(x) for x in (found.before * found.size, found.after * found.size, found.size))
+        return found.array.components(), (*sums, *outputs, float(moments.hessian is not None))
 
     def spans(self) -> dict[str, tuple[int, ...]]:
         """The spans of each component of a chunk, and of each value that is staged."""
@@ -129,6 +157,13 @@ class Work:
 
 
 _maxima = jax.jit(block_max, static_argnums=1)
+_squares = jax.jit(squares)
+
+
+def inputs_of(calibration: Mapping[str, Moments], name: str) -> tuple[int, ...]:
+    """The axes of the inputs of a tensor, without its moments if the calibration computes them when asked."""
+    known = getattr(calibration, "inputs_of", None)
+    return calibration[name].inputs if known is None else known(name)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
