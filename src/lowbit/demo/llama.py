@@ -6,7 +6,7 @@ Weights are (in, out), so that `x @ w` is the product; a layer is a slice of eac
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -246,6 +246,45 @@ def runs_of(params: Params) -> list[Params]:
     return params["layers"] if isinstance(params["layers"], list) else [params["layers"]]
 
 
+# Products with the same operand that can be one, and the name of the joined weight.
+JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+
+def joined(params: Params) -> Params:
+    """The parameters with q, k, v and gate, up side by side, which makes fewer and larger products.
+
+    No bit changes. Weights of different formats are left apart, so that none goes dense.
+    """
+
+    def run(stacks: Params) -> Params:
+        for name, parts in JOINED.items():
+            together = _side_by_side([stacks[part] for part in parts if part in stacks])
+            if together is not None:
+                stacks = {key: w for key, w in stacks.items() if key not in parts} | {name: together}
+        return stacks
+
+    runs = [run(stacks) for stacks in runs_of(params)]
+    return params | {"layers": runs if isinstance(params["layers"], list) else runs[0]}
+
+
+def _side_by_side(weights: list[Any]) -> Any:
+    """The weights as one, or None if they are stored in different ways."""
+    if not weights or len({(type(w), w.dtype) for w in weights}) > 1:
+        return None
+    try:
+        with lowbit.materialization("error"):
+            return lowbit.implicit(lambda weights: jnp.concatenate(weights, -1))(weights)
+    except TypeError:
+        return None
+
+
+def products(x: jax.Array, p: Params, joined: str, sizes: Sequence[int]) -> list[jax.Array]:
+    """The products of x with the weights that may be joined, of these numbers of columns."""
+    if joined in p:
+        return jnp.split(x @ p[joined], list(itertools.accumulate(sizes))[:-1], axis=-1)
+    return [x @ p[name] for name in JOINED[joined]]
+
+
 def new_cache(config: LlamaConfig, length: int, formats: Formats = DENSE) -> Cache:
     """An empty cache for the keys and values of `length` tokens, each dense or in a format."""
     shape = (config.layers, 1, config.kv_heads, length, config.head_size)
@@ -307,9 +346,10 @@ def layer(
     heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
     number, start = at
     h = rms_norm(x, p["attn_norm"], config.epsilon)
+    numbers = (heads, kv_heads, kv_heads)
     q, k, v = (
-        jnp.swapaxes((h @ p[name]).reshape(batch, length, n, size), 1, 2)
-        for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        jnp.swapaxes(y.reshape(batch, length, n, size), 1, 2)
+        for n, y in zip(numbers, products(h, p, "qkv", [n * size for n in numbers]), strict=True)
     )
     q, k = rope(q, positions, config.rope_base), rope(k, positions, config.rope_base)
     if cache is not None:
@@ -320,12 +360,23 @@ def layer(
     mask = jnp.arange(k.shape[-2]) <= positions[:, None]
     # Each key is shared by a group of heads.
     q = q.reshape(batch, kv_heads, heads // kv_heads, length, size)
-    scores = jnp.einsum("bkgsd,bktd->bkgst", q, k) / math.sqrt(size)
+    scores = (one_score if length == 1 else all_scores)(q, k) / math.sqrt(size)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
     mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, v).reshape(batch, heads, length, size)
     x = x + jnp.swapaxes(mixed, 1, 2).reshape(batch, length, heads * size) @ p["o"]
     h = rms_norm(x, p["mlp_norm"], config.epsilon)
-    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], cache
+    gate, up = products(h, p, "gate_up", [config.hidden] * 2)
+    return x + (jax.nn.silu(gate) * up) @ p["down"], cache
+
+
+def all_scores(q: jax.Array, k: Any) -> jax.Array:
+    return jnp.einsum("bkgsd,bktd->bkgst", q, k)
+
+
+def one_score(q: jax.Array, k: Any) -> jax.Array:
+    """The same for one query: on CPU, XLA transposes all keys unless they are the first operand, which it swaps."""
+    scores = lax.optimization_barrier(jnp.einsum("bktd,bkgsd->bktgs", k, q))
+    return jnp.moveaxis(scores, 2, -1)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:

@@ -70,7 +70,7 @@ def run(
         else:
             with counted("quantizing") as (progress, *_):
                 model, _ = LanguageModel.from_gguf(path).quantized(config, strict=True, progress=progress)
-        model = dataclasses.replace(model, formats=kv)
+        model = dataclasses.replace(model.joined(), formats=kv)
         results.append(_measured(name, model, size, windows, references, tokens))
     print()
     print(table(results))
