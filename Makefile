@@ -123,7 +123,7 @@ test-arm: $(ARM)/tools
 
 # The same with sanitizers.
 sanitize-arm: $(ARM)/tools
-	$(ARM_CMAKE) -B $(ARM)-sanitize -DLOWBIT_SANITIZE=ON && $(VENV)/bin/cmake --build $(ARM)-sanitize
+	$(ARM_CMAKE) -B $(ARM)-sanitize -DLOWBIT_SANITIZE=ON -DCMAKE_CXX_FLAGS_RELEASE=-O1 && $(VENV)/bin/cmake --build $(ARM)-sanitize
 	aarch64-linux-gnu-g++ -std=c++17 -O1 -fsanitize=address,undefined -isystem $(FFI_HEADERS) tests/arm/host.cc \
 	  -o $(ARM)-sanitize/host -ldl -pthread
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 LOWBIT_TEST_ISA=neon_dot,neon \
@@ -142,7 +142,7 @@ $(ARM)/tools: $(VENV)/test tests/arm/proxy.cc tests/arm/wire.h
 TRY_WHEEL := import lowbit, jax.numpy as jnp; y = jnp.ones((2, 64)) @ lowbit.ArrayNF4(jnp.ones((64, 32))); \
   print(lowbit.__file__, y[0, 0], lowbit.kernels.cpu.instruction_set()); assert lowbit.kernels.cpu.instruction_set()
 wheels: $(ARM)/tools
-	$(VENV)/bin/python $(PIP) ziglang auditwheel wheel
+	$(VENV)/bin/python $(PIP) auditwheel wheel
 	rm -rf dist/wheels
 	PATH="$$PWD/$(VENV)/bin:$$PATH" $(VENV)/bin/python wheels/build.py x86_64 aarch64
 	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \

@@ -2,9 +2,9 @@
 
     python wheels/build.py x86_64 aarch64 --out dist/wheels
 
-GCC compiles the kernels, which call nothing but memcpy and the like. Zig's C++ compiler compiles and links the rest: it
-brings the C++ runtime, linked statically, and the symbols of an old glibc, so that the wheel runs where jaxlib runs.
-Each wheel is checked by auditwheel, by the versions of its glibc symbols, and by its size.
+The C++ runtime is linked statically, and what it takes from a recent glibc is replaced (csrc/old_glibc.cc), so that a
+wheel runs on every glibc that jaxlib runs on. Each wheel is checked by auditwheel, by the versions of its glibc symbols,
+and by its size.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-GLIBC = "2.17"  # manylinux2014; jaxlib needs 2.27
+GLIBC = "2.27"  # that of the wheels of jaxlib
 LARGEST = 3_000_000  # bytes of a wheel
 JAXLIB = "jaxlib==0.7.2"  # whose FFI headers every JAX that we support accepts (pyproject.toml)
 
 
-def run(*command: object, **options: object) -> str:
+def run(*command: object) -> str:
     """Run a command and return its output; show it and stop if the command fails."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
@@ -35,20 +35,12 @@ def headers(folder: Path) -> Path:
     return folder / "jaxlib" / "include"
 
 
-def kernels(arch: str, folder: Path, include: Path) -> list[Path]:
-    """Compile the kernels by GCC: their object files."""
+def compile_library(arch: str, folder: Path, include: Path) -> Path:
     toolchain = [f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'tests/arm/toolchain.cmake'}"] if arch == "aarch64" else []
-    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", f"-DXLA_FFI_INCLUDE_DIR={include}", *toolchain)
-    run("cmake", "--build", folder, "--target", "kernels")
-    return sorted(path for path in folder.rglob("*.o") if "csrc/isa" in path.as_posix())
-
-
-def link(arch: str, objects: list[Path], include: Path, out: Path) -> None:
-    options = ["-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-s", "-isystem", include]
-    run(
-        *(sys.executable, "-m", "ziglang", "c++", "-target", f"{arch}-linux-gnu.{GLIBC}"),
-        *(*options, ROOT / "csrc/ffi.cc", *objects, "-o", out),
-    )
+    options = [f"-DXLA_FFI_INCLUDE_DIR={include}", "-DLOWBIT_STATIC_RUNTIME=ON", *toolchain]
+    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *options)
+    run("cmake", "--build", folder)
+    return folder / "lowbit_native.so"
 
 
 def glibc_of(library: Path) -> str:
@@ -71,22 +63,18 @@ def check(wheel: Path, library: Path) -> None:
     print(f"{wheel.name}: {size}, needs glibc {needed}, accepted by auditwheel as {tag}")
 
 
-def build(arch: str, work: Path, out: Path) -> None:
-    include = headers(work / "headers")
-    library = work / arch / "lowbit_native.so"
-    objects = kernels(arch, work / arch, include)
-    link(arch, objects, include, library)
+def pack(arch: str, library: Path, work: Path, out: Path) -> None:
+    """Pack a wheel around the library, name its platform, and check it."""
     made = work / f"{arch}-wheel"
     shutil.rmtree(made, ignore_errors=True)
     run(
         *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", made, "-C", f"build-dir={work / 'package'}"),
         *("-C", f"cmake.define.LOWBIT_PREBUILT={library.resolve()}", ROOT),
     )
-    tag = f"manylinux_{GLIBC.replace('.', '_')}_{arch}.manylinux2014_{arch}"
+    tag = f"manylinux_{GLIBC.replace('.', '_')}_{arch}"
     run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag, next(made.glob("*.whl")))
     out.mkdir(parents=True, exist_ok=True)
-    wheel = Path(shutil.copy(next(made.glob("*.whl")), out))
-    check(wheel, library)
+    check(Path(shutil.copy(next(made.glob("*.whl")), out)), library)
 
 
 def main() -> None:
@@ -95,8 +83,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("dist/wheels"))
     parser.add_argument("--work", type=Path, default=Path("build/wheels"))
     options = parser.parse_args()
+    work = options.work.resolve()
+    include = headers(work / "headers")
     for arch in options.arch:
-        build(arch, options.work.resolve(), options.out)
+        pack(arch, compile_library(arch, work / arch, include), work, options.out)
 
 
 if __name__ == "__main__":
