@@ -6,7 +6,7 @@ Weights are (in, out), so that `x @ w` is the product; a layer is a slice of eac
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
