@@ -73,7 +73,7 @@ class Conversion:
                 rules=list(rules),
                 to=self.to,
                 type=self.type,
-                calibration=None if text is None else _moments(file, text, note, doing),
+                calibration=None if text is None else text_moments(file, text, note, doing),
                 progress=progress,
                 note=note,
                 **self.flags,
@@ -142,7 +142,7 @@ def _llama(file: Any, why: str) -> Any:
         raise ValueError(f"{why}, and that is not possible: {error}") from None
 
 
-def _moments(file: Any, text: CalibrationText, note: Callable[[str], None], doing: Callable[[str], None]) -> Any:
+def text_moments(file: Any, text: CalibrationText, note: Callable[[str], None], doing: Callable[[str], None]) -> Any:
     """The moments of the inputs of the weights of a llama, which are computed as they are needed."""
     from lowbit.demo import calibration
 
