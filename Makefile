@@ -142,7 +142,7 @@ $(ARM)/tools: $(VENV)/test tests/arm/proxy.cc tests/arm/wire.h
 TRY_WHEEL := import lowbit, jax.numpy as jnp; y = jnp.ones((2, 64)) @ lowbit.ArrayNF4(jnp.ones((64, 32))); \
   print(lowbit.__file__, y[0, 0], lowbit.kernels.cpu.instruction_set()); assert lowbit.kernels.cpu.instruction_set()
 wheels: $(ARM)/tools
-	$(VENV)/bin/python $(PIP) auditwheel wheel
+	$(VENV)/bin/python $(PIP) auditwheel wheel scikit-build-core
 	rm -rf dist/wheels
 	PATH="$$PWD/$(VENV)/bin:$$PATH" $(VENV)/bin/python wheels/build.py x86_64 aarch64
 	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \
