@@ -38,7 +38,9 @@ def test_the_library_is_there_where_it_can_be_built() -> None:
 
 def test_a_missing_library_warns_and_runs_the_reference(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("LOWBIT_NATIVE", raising=False)
-    wanted = r"no native CPU kernels.*C\+\+ compiler.*LOWBIT_NATIVE=0" if MACHINE in SUPPORTED else "no native CPU kernels"
+    wanted = (
+        r"no native CPU kernels.*C\+\+ compiler.*LOWBIT_NATIVE=0" if MACHINE in SUPPORTED else "no native CPU kernels"
+    )
     with pytest.warns(RuntimeWarning, match=wanted):
         assert cpu._load([str(tmp_path)]) is None
     (tmp_path / "lowbit_native.so").write_bytes(b"a library of another machine")
