@@ -3,8 +3,8 @@
     python wheels/build.py x86_64 aarch64 --out dist/wheels
 
 The C++ runtime is linked statically, and what it takes from a recent glibc is replaced (csrc/old_glibc.cc), so that a
-wheel runs on every glibc that jaxlib runs on. Each wheel is checked by auditwheel, by the versions of its glibc symbols,
-and by its size.
+wheel runs on every glibc that jaxlib runs on. Each wheel is checked by auditwheel, by the versions of its glibc
+symbols, and by its size.
 """
 
 import argparse
