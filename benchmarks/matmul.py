@@ -4,6 +4,7 @@
     python benchmarks/matmul.py --case last-along      x @ w.T, as in gradients, tied heads and torch-shaped weights
     python benchmarks/matmul.py --peers                also other libraries, if installed
     python benchmarks/matmul.py --save NAME            also to benchmarks/results/NAME.json
+    LOWBIT_ISA=avx2 python benchmarks/matmul.py        the kernels of another instruction set that the machine has
 
 Each time is the minimum of all repeats. One repeat calls every product once, so that noise affects all equally. GB/s
 counts the stored weight, read once.
@@ -20,7 +21,7 @@ import measure
 import lowbit
 from lowbit import QuantizationConfig
 
-FORMATS = ("nf4", "int8", "ternary", "binary")
+FORMATS = ("q4", "nf4", "int4", "int8", "ternary", "binary")
 # The stored axis that is contracted, and the axis along which scales are shared.
 CASES = {
     "first-along": (-2, -2),

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ import jax
 from lowbit.kernels import cpu
 
 RESULTS = Path(__file__).parent / "results"
+SOURCES = Path(__file__).parent.parent / "csrc"
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -42,6 +44,14 @@ def least(calls: dict[str, Sequence[Callable[[], Any]]], repeat: int) -> dict[st
     return best
 
 
+def kernels_digest() -> str:
+    """A digest of the sources of the native kernels: speeds of other sources are out of date."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def machine() -> dict[str, Any]:
     names = (
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
@@ -52,6 +62,7 @@ def machine() -> dict[str, Any]:
         "processor": next(names, platform.processor()),
         "cores": os.cpu_count(),
         "instruction set of lowbit": cpu.instruction_set(),
+        "kernels": kernels_digest(),
         "python": platform.python_version(),
         **versions,
     }

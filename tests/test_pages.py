@@ -39,3 +39,12 @@ def test_errors_are_within_their_bounds(page: ModuleType) -> None:
     }
     for format, bound in bounds.items():
         assert all(got <= most for got, most in zip(rows[format], bound, strict=True)), format
+
+
+def test_speeds_of_products_are_those_of_these_kernels(page: ModuleType) -> None:
+    measure = importlib.import_module("measure")
+    for name in ("products-avx512", "products-avx2"):
+        found = page.load(name)
+        assert found["machine"]["kernels"] == measure.kernels_digest(), (
+            f"{name}.json was measured with other kernels: run {found['command']}, and benchmarks/page.py"
+        )
