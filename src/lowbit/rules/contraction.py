@@ -86,14 +86,19 @@ def _product(
     if out_sharding is not None:
         if len(w_free) > 1:
             return NotImplemented
-        spec = [*out_sharding.spec, *[None] * (len(order) - len(out_sharding.spec))]
-        spec = [spec[order.index(i)] for i in range(len(order))] + [None] * (1 - len(w_free))
-        out_sharding = NamedSharding(out_sharding.mesh, PartitionSpec(*spec))
+        out_sharding = _unordered(out_sharding, order, 1 - len(w_free))
     sizes = None if groups is None else groups.ordered([batch[1].index(a) for a in w_batch], rows.shape)
     y = matmul(Product(rows, matrix, contract, dtype, precision, out_sharding, sizes=sizes))
     if len(w_free) != 1:
         y = y.reshape(*y.shape[:-1], *free_shape)
     return lax.transpose(y, order)
+
+
+def _unordered(sharding: NamedSharding, order: Sequence[int], more: int) -> NamedSharding:
+    """A sharding of the result, for its axes before they are put in this order, and for so many more behind them."""
+    spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
+    spec = [spec[order.index(i)] for i in range(len(order))] + [None] * more
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def _as_matrix(

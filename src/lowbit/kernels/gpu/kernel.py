@@ -99,6 +99,16 @@ def _scales(w: QuantizedArray, refs: Any, lead: Any, at: tuple[Any, Any]) -> Any
     return w.replace(**found).scale_values()
 
 
+def _multiplied(x: jax.Array, weights: jax.Array, contract: int, tiling: Tiling, precision: Any) -> Any:
+    """The product of a tile of x with decoded weights, term by term."""
+    dims = (((1,), (contract + 2,)), ((), ()))
+    x = x.astype(tiling.unit)
+    return sum(
+        lax.dot_general(x, term, dims, precision=precision, preferred_element_type=jnp.float32)
+        for term in split(weights, tiling.unit, tiling.terms)
+    )
+
+
 def _kernel(
     layers: Any,
     *refs: Any,
@@ -142,12 +152,7 @@ def _kernel(
         weights = _levels(w, tiles, *table)
         if not tiling.after:
             weights = weights * _scales(w, scales, layer, (r, c))
-        some = _load(x, batch, rows, ks).astype(tiling.unit)
-        dims = (((1,), (contract + 2,)), ((), ()))
-        product = sum(
-            lax.dot_general(some, term, dims, precision=precision, preferred_element_type=jnp.float32)
-            for term in split(weights, tiling.unit, tiling.terms)
-        )
+        product = _multiplied(_load(x, batch, rows, ks), weights, contract, tiling, precision)
         return sums + (product * of_columns(i * tile.depth) if tiling.after and spans[contract] != WHOLE else product)
 
     count = -(-k // tile.depth)
