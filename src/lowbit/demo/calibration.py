@@ -230,7 +230,7 @@ def patterns(formats: Mapping[str, str], names: Sequence[str]) -> list[tuple[str
             pattern = "*".join(map(glob.escape, shape.split("#", 1)))
         else:
             before, _, after = shape.partition("#")
-            numbers = "|".join(name[len(before) : len(name) - len(after)] for name in members)
+            numbers = "|".join(sorted((name[len(before) : len(name) - len(after)] for name in members), key=int))
             pattern = f"re:{re.escape(before)}({numbers}){re.escape(after)}"
         found.append((pattern, format))
     return found
