@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, columns: Sequence[str]):
         self.name, self.columns, self.rows = args.save, list(columns), []
-        self.command = " ".join(["python", *(os.path.relpath(sys.argv[0]), *sys.argv[1:])])
+        self.command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
         print(" | ".join(f"{name:>24}" if i == 2 else f"{name:>10}" for i, name in enumerate(columns)), flush=True)
 
     def row(self, *values: Any) -> None:
