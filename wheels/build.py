@@ -3,8 +3,8 @@
     python wheels/build.py x86_64 aarch64 --out dist/wheels
 
 The C++ runtime is linked statically, and what it takes from a recent glibc is replaced (csrc/old_glibc.cc), so that a
-wheel runs on every glibc that jaxlib runs on. Each wheel is checked by auditwheel, by the versions of its glibc symbols,
-and by its size.
+wheel runs on every glibc that jaxlib runs on. Each wheel is checked by auditwheel, by the versions of its glibc
+symbols, and by its size.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-GLIBC = "2.27"  # that of the wheels of jaxlib
+GLIBC = "2.24"  # jaxlib itself needs 2.27
 LARGEST = 3_000_000  # bytes of a wheel
 JAXLIB = "jaxlib==0.7.2"  # whose FFI headers every JAX that we support accepts (pyproject.toml)
 
@@ -68,8 +68,8 @@ def pack(arch: str, library: Path, work: Path, out: Path) -> None:
     made = work / f"{arch}-wheel"
     shutil.rmtree(made, ignore_errors=True)
     run(
-        *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", made, "-C", f"build-dir={work / 'package'}"),
-        *("-C", f"cmake.define.LOWBIT_PREBUILT={library.resolve()}", ROOT),
+        *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", made, ROOT),
+        *("-C", f"build-dir={work / 'package'}", "-C", f"cmake.define.LOWBIT_PREBUILT={library.resolve()}"),
     )
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{arch}"
     run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag, next(made.glob("*.whl")))

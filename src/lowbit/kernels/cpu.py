@@ -54,9 +54,9 @@ def _load(folders: Sequence[str]) -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
-    for function in (library.lowbit_isa, library.lowbit_targets, library.lowbit_error):
-        function.restype = ctypes.c_char_p
+    library.lowbit_isa.restype = library.lowbit_targets.restype = ctypes.c_char_p
     if not library.lowbit_isa():
+        library.lowbit_error.restype = ctypes.c_char_p
         raise ValueError(library.lowbit_error().decode())
     for name in library.lowbit_targets().decode().split(","):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
