@@ -135,8 +135,9 @@ def _use(path: str, leaf: Any, used: Found | None) -> Found:
     """How a leaf is used: from the program if that shows it, otherwise from its name."""
     named = axes_by_name(path, leaf.shape)
     by_name = used is None or (not used.told and named.axes is not None)
-    # A program may reshape a norm in any way, so its name decides; a vector has no axis to choose.
-    by_name |= named.vector and (len(leaf.shape) < 2 or (used is not None and used.axes is None))
+    # A program may reshape or look up a norm in any way, so its name decides unless the program contracts the leaf; a
+    # vector has no axis to choose.
+    by_name |= named.vector and (len(leaf.shape) < 2 or (used is not None and not used.contracted))
     return named if used is None or by_name else used
 
 
