@@ -44,7 +44,7 @@ tests: $(VENV)/test
 	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) $(VENV)/bin/python -m pytest -n $(JOBS)
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
-ANY_VERSION := frameworks examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
+ANY_VERSION := frameworks nnx_state examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
   files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
   safetensors bitsandbytes huggingface_dir gguf gguf_writer gguf_blocks gguf_model exchange_damaged \
   checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping gptq calibration_choice \

@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from . import _compat
 from ._array import ImplicitArray, dense, is_implicit
 from ._indexing import DENSE_TYPES
+from ._nnx import holds_nnx_objects, run_with_objects
 from ._register import apply_rules, describe
 from ._settings import Setting
 
@@ -31,6 +32,7 @@ def implicit(fn: Callable[P, R]) -> Callable[P, R]:
     `fn` is traced once with a dense stand-in for each implicit array. Its equations are then run in order: those with
     an implicit operand by the rules (see `register`), all others untouched. It works inside and outside of `jax.jit`.
     Outside, each call traces `fn` again, which takes milliseconds to seconds: compile what is called more than once.
+    What `fn` changes in Flax NNX modules among its arguments is changed after the call.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> q = lowbit.Array8B.quantize(jnp.ones((4, 3)))
@@ -54,6 +56,12 @@ use_implicit = implicit
 
 def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`implicit(fn)(*args, **kwargs)`, but results may have deferred work (`ImplicitArray.resolved`)."""
+    if holds_nnx_objects((args, kwargs)):
+        return run_with_objects(_traced_and_run, fn, args, kwargs)
+    return _traced_and_run(fn, *args, **kwargs)
+
+
+def _traced_and_run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     found, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_implicit)
     leaves = [leaf for _, leaf in found]
     # The first two keys name the argument.
