@@ -26,7 +26,9 @@ def holds_nnx_objects(tree: Any) -> bool:
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    return any(map(is_nnx_object, jax.tree.leaves(tree, is_leaf=lambda x: is_nnx_object(x) or isinstance(x, nnx.State))))
+    return any(
+        map(is_nnx_object, jax.tree.leaves(tree, is_leaf=lambda x: is_nnx_object(x) or isinstance(x, nnx.State)))
+    )
 
 
 def run_with_objects(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
