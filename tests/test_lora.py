@@ -151,7 +151,7 @@ def test_the_pattern_for_all_leaves_out_what_is_no_product() -> None:
     with pytest.warns(UserWarning, match=r"to 4 weights .*conv/kernel \(4 axes: pass fn=.*rank=8 must be at"):
         found = lowbit.lora(params, "*", key=KEY)
     assert [name for name, w in found.items() if isinstance(w, LoraArray)] == ["up/kernel"]
-    with pytest.warns(UserWarning, match=r"conv/kernel \(fn uses it in conv_general_dilated at .*\); window/kernel"):
+    with pytest.warns(UserWarning, match=r"conv/kernel \(fn uses it in a convolution at .*\); window/kernel"):
         found = lowbit.lora(params, "*", key=KEY, fn=fn, args=(jnp.ones((16, 64)),))
     assert found["heads/kernel"].b.shape == (8, 4, 8) and not isinstance(found["conv/kernel"], LoraArray)
 

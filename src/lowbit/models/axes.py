@@ -40,6 +40,7 @@ class Found:
     - `told`: False if nothing is known about the leaf.
     - `multiplied`: False if the program uses it in no product and looks up no rows of it.
     - `contracted`: True if the program uses it in a product.
+    - `convolved`: True if the program uses it as the kernel of a convolution, and in no product.
     - `stacked`: the axes, counted from the end, of layers and experts, each of which has inputs of its own.
     - `looked_up`: it is in no product, and its rows are looked up.
     """
@@ -50,6 +51,7 @@ class Found:
     told: bool = True
     multiplied: bool = True
     contracted: bool = False
+    convolved: bool = False
     stacked: tuple[int, ...] = ()
     looked_up: bool = False
 
@@ -121,6 +123,10 @@ def _conclude(uses: "set[_Use]", shape: Sequence[int]) -> Found:
         return Found(own, "fn", contracted=True, stacked=stacked)
     if any(use.kind == "lookup" for use in uses) and ndim >= 2:
         return Found((-1,), "fn: rows are looked up", looked_up=True)
+    if (kernels := [use for use in uses if use.kind == "convolution"]) and len({use.axes for use in kernels}) == 1:
+        # Where a format has blocks along one axis, that is the longest.
+        axes = tuple(a - ndim for a in sorted(kernels[0].axes, key=lambda a: (shape[a], a)))
+        return Found(axes, f"fn uses it in a convolution{kernels[0].line()}", multiplied=False, convolved=True)
     others = {use.kind: use.line for use in uses if use.kind != "stack"}
     if not others:
         return Found(None, "fn does not use it", told=False)
@@ -214,6 +220,12 @@ class _Uses:
             for side, axes, stack in zip(views[:2], summed, (batch[0], (*batch[1], *groups)), strict=True):
                 self.note(side, "product", axes, eqn)
                 self.note(side, "stack", stack)
+            return []
+        if name == "conv_general_dilated":
+            _, inputs, *window = params["dimension_numbers"].rhs_spec
+            one = all(_shape(eqn.invars[1])[a] == 1 for a in window) and params["feature_group_count"] == 1
+            self.note(views[0], name, eqn=eqn)
+            self.note(views[1], "product" if one else "convolution", [inputs, *([] if one else window)], eqn)
             return []
         if name == "split":
             return [views[0]] * len(eqn.outvars)

@@ -151,8 +151,10 @@ def _plan(rule: Rule, config: QuantizationConfig, shape: Sequence[int], use: Fou
         return Plan(dataclasses.replace(config, axis=-1), f"the pattern {rule.pattern!r}")
     if rule.is_default and math.prod(shape) < SMALL:
         return _kept(f"fewer than {SMALL:,} elements")
+    if use.convolved and rule.is_default:
+        return _kept(f"{use.how}: name it by a pattern to quantize it")
     if use.axes is None:
         return _kept(use.how, refused=use.multiplied or not rule.is_default, unknown=use.multiplied)
     one = config.format.blocked or config.block_size is not None
-    axis = use.axes[-1] if one or len(use.axes) == 1 else use.axes
-    return Plan(dataclasses.replace(config, axis=axis), use.how)
+    axis = use.axes[-1] if one or len(use.axes) == 1 else tuple(sorted(use.axes))
+    return Plan(dataclasses.replace(config, axis=axis), "fn: a convolution" if use.convolved else use.how)

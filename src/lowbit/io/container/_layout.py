@@ -54,9 +54,10 @@ class _Outline:
     def node(self, tree: Any, path: tuple[Any, ...]) -> Any:
         kind = type(tree).__name__
         if is_random_key(tree) and isinstance(tree, self.arrays):
-            shapes = isinstance(tree, jax.ShapeDtypeStruct)
-            data = jax.eval_shape(jax.random.key_data, tree) if shapes else jax.random.key_data(tree)
-            name = f"{RANDOM_KEY}{jax.random.key_impl(tree)}"
+            keys: Any = tree
+            shapes = isinstance(keys, jax.ShapeDtypeStruct)
+            data = jax.eval_shape(jax.random.key_data, keys) if shapes else jax.random.key_data(keys)
+            name = f"{RANDOM_KEY}{jax.random.key_impl(keys)}"
             return [name, [[KEY_DATA, {"array": self.tensor(data, (*path, KEY_DATA))}]]]
         if isinstance(tree, self.arrays):
             return {"array": self.tensor(tree, path)}
