@@ -22,7 +22,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 
 .PRECIOUS: .venv-jax-%/test
 .PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot test-gpu-aot test-arm sanitize-arm \
-  wheels sanitize fuzz stream train-examples docs format clean
+  wheels test-frameworks sanitize fuzz stream train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -163,6 +163,10 @@ stream: $(VENV)/test
 	$(VENV)/bin/python benchmarks/stream.py --formats nf4,int8 --runs 1 --repeat 5
 	$(VENV)/bin/python benchmarks/stream.py --formats ternary,binary --gigabytes 1 --runs 1 --repeat 5
 	$(VENV)/bin/python tests/kill.py --kills 200
+
+# The code blocks of docs/frameworks.md for packages whose versions clash, each in an environment of its own.
+test-frameworks: dist/built
+	$(VENV)/bin/python tests/frameworks.py $$(ls dist/*.whl)
 
 # The examples of training in full: the language model of the demo, and models from scratch; minutes each.
 train-examples: $(VENV)/test

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lowbit.formats import PermutedArray, QuantizedArray
@@ -111,7 +112,7 @@ def children_of(tree: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]],
 
 def is_random_key(x: Any) -> bool:
     """Whether `x` is an array of typed random keys, or the type of one."""
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def is_static(x: Any) -> bool:
