@@ -22,7 +22,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 
 .PRECIOUS: .venv-jax-%/test
 .PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot test-gpu-aot test-arm sanitize-arm \
-  wheels sanitize fuzz stream train-examples docs format clean
+  wheels test-frameworks sanitize fuzz stream train-examples docs format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -44,7 +44,7 @@ tests: $(VENV)/test
 	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) $(VENV)/bin/python -m pytest -n $(JOBS)
 
 # Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
-ANY_VERSION := frameworks examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
+ANY_VERSION := frameworks nnx_state examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
   files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
   safetensors bitsandbytes huggingface_dir gguf gguf_writer gguf_blocks gguf_model exchange_damaged \
   checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping gptq calibration_choice \
@@ -164,6 +164,10 @@ stream: $(VENV)/test
 	$(VENV)/bin/python benchmarks/stream.py --formats nf4,int8 --runs 1 --repeat 5
 	$(VENV)/bin/python benchmarks/stream.py --formats ternary,binary --gigabytes 1 --runs 1 --repeat 5
 	$(VENV)/bin/python tests/kill.py --kills 200
+
+# The code blocks of docs/frameworks.md for packages whose versions clash, each in an environment of its own.
+test-frameworks: dist/built
+	$(VENV)/bin/python tests/frameworks.py $$(ls dist/*.whl)
 
 # The examples of training in full: the language model of the demo, and models from scratch; minutes each.
 train-examples: $(VENV)/test

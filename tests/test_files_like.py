@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -150,3 +151,22 @@ def test_large_arrays_are_the_mapped_file_itself(tmp_path):
     assert donated[0, 0] == 5 and path.read_bytes() == start
     save(path, got | {"w": donated})  # over the file that is mapped
     assert_same(load(path)["q"], tree["q"])
+
+
+def test_random_keys_and_functions_among_the_leaves(tmp_path):
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 2)
+    tree = {"keys": keys, "w": Array8B.quantize(weights(64, 32)), "f": [jax.nn.relu, np.dtype("int8"), Pair]}
+    path = saved(tmp_path, tree)
+    like = {**tree, "keys": jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl="rbg"), 2))}
+    got = load(path, like=like)
+    assert got["f"] == tree["f"] and got["keys"].dtype == keys.dtype
+    assert_same(jax.random.key_data(got["keys"]), jax.random.key_data(keys))
+    assert_same(got["w"], tree["w"])
+    with pytest.raises(ValueError, match=r"'keys' is an array of shape \(2,\) and dtype key<rbg> in the file and"):
+        load(path, like={**tree, "keys": jax.random.split(jax.random.key(0, impl="threefry2x32"), 2)})
+    with pytest.raises(ValueError, match=r"'f/0' is of the class .*custom_jvp.*Pass a tree of the same structure"):
+        load(path)
+    only = saved(tmp_path, {"key": jax.random.key(1)})
+    assert jnp.array_equal(jax.random.key_data(load(only)["key"]), jax.random.key_data(jax.random.key(1)))
+    with pytest.raises(TypeError, match="'f' is a partial; leaves are arrays"):  # its array would be lost
+        saved(tmp_path, {"f": functools.partial(jnp.dot, jnp.ones(3))})

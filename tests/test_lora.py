@@ -113,7 +113,8 @@ def test_the_axes_of_a_stack_and_of_heads_follow_the_program() -> None:
     x = activations()
     for quantized in (False, True):
         p = lowbit.quantize_tree(params, "int8", fn=fn, args=(x,))[0] if quantized else params
-        p = adapted(p, fn=fn, args=(x,))
+        with pytest.warns(UserWarning, match=r"to 1 weights .*: position \(fn uses it in add at .*:\d+ only\)"):
+            p = adapted(p, fn=fn, args=(x,))
         assert {name: (w.a.shape, w.b.shape) for name, w in p.items() if isinstance(w, LoraArray)} == {
             "stack": ((LAYERS, K, 3), (LAYERS, 3, N)),
             "q": ((K, 3), (3, 4, 32)),
@@ -126,10 +127,47 @@ def test_the_axes_of_a_stack_and_of_heads_follow_the_program() -> None:
         if quantized:
             assert dense_weights(traced.jaxpr, p) == []
             assert_close(traced.lower().compile()(p, x), jax.jit(fn)(lowbit.materialize(p), x))
-    # Without a program, a quantized array has the axis of its scales; other arrays contract axis -2.
+    # Without a program, a quantized array has the axis of its scales; axes of others may be layers, heads or windows.
     q = lowbit.quantize(params["q"], lowbit.QuantizationConfig("int8", axis=-3))
     assert lowbit.lora({"q": q}, "q", key=KEY)["q"].a.shape == (K, 8)
-    assert lowbit.lora(params, "stack", key=KEY)["stack"].a.shape == (LAYERS, K, 8)
+    with pytest.raises(ValueError, match=r"stack: 3 axes: pass fn= to tell layers, inputs and heads apart"):
+        lowbit.lora(params, "stack", key=KEY)
+
+
+def test_the_pattern_for_all_leaves_out_what_is_no_product() -> None:
+    shapes = {
+        "up/kernel": (64, 64),
+        "conv/kernel": (3, 3, 16, 16),
+        "window/kernel": (256, 4),
+        "heads/kernel": (64, 4, 8),
+    }
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"cache": jnp.ones((2, 16, 8, 16))}
+
+    def fn(p: Any, x: jax.Array) -> Any:
+        image, dims = x.reshape(1, 4, 16, 16), ("NHWC", "HWIO", "NHWC")
+        conv = lax.conv_general_dilated(image, p["conv/kernel"], (1, 1), "SAME", dimension_numbers=dims)
+        return conv, jnp.einsum("bd,dhk->bhk", x @ p["up/kernel"], p["heads/kernel"]), jnp.tanh(p["window/kernel"])
+
+    with pytest.warns(UserWarning, match=r"to 4 weights .*conv/kernel \(4 axes: pass fn=.*rank=8 must be at"):
+        found = lowbit.lora(params, "*", key=KEY)
+    assert [name for name, w in found.items() if isinstance(w, LoraArray)] == ["up/kernel"]
+    with pytest.warns(UserWarning, match=r"conv/kernel \(fn uses it in a convolution at .*\); window/kernel"):
+        found = lowbit.lora(params, "*", key=KEY, fn=fn, args=(jnp.ones((16, 64)),))
+    assert found["heads/kernel"].b.shape == (8, 4, 8) and not isinstance(found["conv/kernel"], LoraArray)
+
+
+def test_gradients_of_the_factors_of_a_bfloat16_model_are_not_rounded() -> None:
+    x = jax.random.normal(KEY, (ROWS, K)).astype(jnp.bfloat16)
+    w = adapted({"w": lowbit.quantize(jax.random.normal(KEY, (K, N)).astype(jnp.bfloat16), "int8")})["w"]
+    base = w.base.astype(jnp.float32).materialize()
+
+    def rounded(y: jax.Array) -> jax.Array:
+        return jnp.sin(y.astype(jnp.bfloat16).astype(jnp.float32) / 8).sum()
+
+    got = jax.grad(lambda a, b: rounded(x @ w.replace(a=a, b=b)), (0, 1))(w.a, w.b)
+    wide = x.astype(jnp.float32)
+    want = jax.grad(lambda a, b: rounded(wide @ base + w.scale * (wide @ a) @ b), (0, 1))(w.a, w.b)
+    assert_close(got, want, 1e-4)
 
 
 # --- training: scanned and rematerialized layers

@@ -46,6 +46,17 @@ def test_switching_the_policy_after_compiling_takes_effect(low_rank: LowRank) ->
         materialization("no")
 
 
+def test_rows_that_are_looked_up_by_a_slice_are_no_dense_weight() -> None:
+    table, x = lowbit.quantize(jnp.ones((64, 32)), "int8", axis=-1), jnp.ones((4, 32))
+    with materialization("error"):
+        got = implicit(lambda table: x + lax.cond(x[0, 0] > 0, jnp.tanh, jnp.sin, table[8:12]))(table)
+        assert jnp.allclose(got, 1 + jnp.tanh(1.0))
+        with pytest.raises(TypeError, match=r"add has no rule for .* shape \(64, 16\)"):
+            implicit(lambda table: table[:, :16] + 1)(table)  # columns are a smaller weight
+        with pytest.raises(TypeError, match=r"add has no rule for .* shape \(64, 32\)"):
+            implicit(lambda stack: stack[1] + 1)(lowbit.quantize(jnp.ones((2, 64, 32)), "int8", axis=-1))
+
+
 SETTINGS: list[tuple[Any, Any, Any]] = [
     (materialization, "error", "allow"),
     (lowbit.use_kernel, False, True),

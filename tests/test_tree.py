@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, assert_same_bits
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import lowbit
 from lowbit import QuantizationConfig, Rule, quantize_tree
@@ -110,6 +111,12 @@ def test_rules_may_test_shape_and_dtype_and_set_axis_and_options() -> None:
         ("model.layers.0.input_layernorm.weight", (2, 8), None),
         ("ln_1/scale", (2, 8), None),
         ("anything", (8, 4), None),
+        ("experts/norm_proj/kernel", (8, 4), (-2,)),
+        ("experts/unbiased/weight", (3, 8, 4), (-1,)),
+        ("experts/down_proj_bias", (3, 8), None),
+        ("final_norm_scale", (2, 8), None),
+        ("BatchNorm_0/scale", (2, 8), None),
+        ("layers/rms_norm_2/weight", (2, 8), None),
     ],
 )
 def test_names_tell_the_axis(path: str, shape: tuple[int, ...], axes: Any) -> None:
@@ -158,6 +165,19 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
         -2,
     ),
     "embedding": (lambda w, x: jnp.take(w, jnp.array([3, 5]), axis=0), (128, 64), -1),
+    "checkpoint_name": (lambda w, x: jax.checkpoint(lambda w: x @ checkpoint_name(w, "w"))(w), (64, 96), -2),
+    "split": (lambda w, x: jnp.tanh(sum(x @ part for part in jnp.split(w, 3, axis=-1))), (64, 96), -2),
+    "unstack": (lambda w, x: sum(x @ part for part in jnp.unstack(w)), (3, 64, 96), -2),
+    "stacked": (lambda w, x: jnp.einsum("sd,ldn->lsn", x, jnp.stack([w, 2 * w])), (64, 96), -2),
+    "reversed": (lambda w, x: x @ w[:, ::-1], (64, 96), -2),
+    "blocks reversed": (lambda w, x: x @ w[::-1], (64, 96), -2),
+    "tiled": (lambda w, x: x @ jnp.tile(w, (1, 2)), (64, 96), -2),
+    "one of two": (lambda w, x: x @ lax.select_n(x[0, 0] > 0, w, 2 * w), (64, 96), -2),
+    "other device": (lambda w, x: x @ jax.device_put(w, jax.devices()[0]), (64, 96), -2),
+    "positions": (lambda w, x: x + w[:8], (128, 64), -1),
+    "positions of a batch": (lambda w, x: jax.jit(lambda rows: x + 2 * rows)(w[:, :8]), (1, 128, 64), -1),
+    "positions from": (lambda w, x: x + lax.dynamic_slice(w, (jnp.argmax(x[0]), 0), (8, 64)), (128, 64), -1),
+    "embedding per layer": (lambda w, x: x[:, None] + w[jnp.arange(8)] * 0.5, (128, 4, 64), -1),
     "tied head": (lambda w, x: (x + w[jnp.arange(8)]) @ w.T, (128, 64), -1),
 }
 
@@ -197,7 +217,10 @@ def test_the_report_says_why_the_axis_of_a_leaf_is_unknown() -> None:
         UserWarning, match=r"keeps 32,768 of .*: both \(fn contracts it .*\); unused \(fn does not use it\)"
     ):
         _, report = quantize_tree(params, "nf4", fn=fn, args=(jax.ShapeDtypeStruct((8, 64), jnp.float32),))
-    assert report["both"].why == "fn contracts it along axes (-1,) and (-2,): choose one by a pattern with an axis"
+    at = f" at {__file__}:{inspect.getsourcelines(fn)[1] + 1}"
+    assert report["both"].why == (
+        f"fn contracts it along axes (-1,){at} and (-2,){at}: choose one by a pattern with an axis"
+    )
     assert report["unused"].why == "fn does not use it"
     assert report["scale"].why == "the name of a norm or a bias"
     assert formats(report) == {"weight": "nf4"}  # not used, but its name gives the axis
@@ -223,8 +246,9 @@ def test_a_leaf_that_no_product_uses_is_kept_and_raises_for_a_pattern_that_names
 
     _, report = quantize_tree(params, "nf4", fn=fn, args=(x,), strict=True)
     assert formats(report) == {"b/kernel": "nf4"}
-    assert report["a/kernel"].why == "fn uses it in mul only"
-    with pytest.raises(ValueError, match="a/kernel: fn uses it in mul only"):
+    at = f"{__file__}:{inspect.getsourcelines(fn)[1] + 1}"
+    assert report["a/kernel"].why == f"fn uses it in mul at {at} only"
+    with pytest.raises(ValueError, match=re.escape(f"a/kernel: fn uses it in mul at {at} only")):
         quantize_tree(params, {"*kernel": "nf4"}, fn=fn, args=(x,), strict=True)
 
 
@@ -233,6 +257,33 @@ def test_concatenated_weights_are_followed() -> None:
     fn = partial(lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], -1))
     _, report = quantize_tree(params, "int8", fn=fn, args=(normal(8, 64),), strict=True)
     assert [row.axis for row in report] == [-2, -2]
+
+
+def test_a_product_wins_over_the_name_of_a_norm_and_the_name_wins_over_lookups() -> None:
+    params = {"to_bias": normal(64, 96), "expert_bias": normal(4, 640), "x_norm": normal(2, 64, 64)}
+
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        y = x @ p["to_bias"] + p["expert_bias"][jnp.arange(8) % 4, :96]
+        return y[:, :64] @ p["x_norm"][0] @ p["x_norm"][1].T
+
+    _, report = quantize_tree(params, "int8", fn=fn, args=(normal(8, 64),))
+    assert report["to_bias"].axis == -2
+    assert report["expert_bias"].why == "the name of a norm or a bias"
+    assert report["x_norm"].why.startswith("fn contracts it along axes (-1,) at ")
+
+
+def test_a_program_that_needs_a_mesh_says_how_to_pass_one() -> None:
+    spec = jax.sharding.PartitionSpec()
+
+    def fn(p: Any, x: jax.Array) -> jax.Array:
+        return jax.shard_map(lambda w, x: x @ w, in_specs=(spec, spec), out_specs=spec)(p["w"], x)
+
+    params, x = {"w": normal(64, 32)}, normal(8, 64)
+    with pytest.raises(ValueError) as error:
+        quantize_tree(params, "int8", fn=fn, args=(x,))
+    assert any("with jax.set_mesh(mesh):" in note for note in error.value.__notes__)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        assert quantize_tree(params, "int8", fn=fn, args=(x,))[1]["w"].axis == -2
 
 
 def test_strict_raises_for_patterns_that_match_nothing() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .kernels.product import Product
+from .ops.conv import conv_p
 from .ops.matmul import matmul_p
 from .runtime import is_implicit
 from .runtime._compat import is_jaxpr, opened, subjaxprs, user_line
@@ -27,7 +28,7 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     """List the floating-point values with the logical shape of a weight that a program computes.
 
     Weights are the implicit arrays in `args` and those that the program multiplies by, whole, by layer of a stack, and
-    transposed. Values inside the product primitive do not count: a kernel decodes tiles of the weight there.
+    transposed. Values inside the primitives of products and convolutions do not count: a weight is decoded there.
 
     >>> import jax.numpy as jnp, lowbit
     >>> x, q = jnp.ones((2, 64)), lowbit.Array8B.quantize(jnp.ones((64, 32)))
@@ -48,7 +49,7 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     return [
         DenseWeight(str(eqn.primitive), aval.shape, str(aval.dtype), _line(eqn))
         for eqn in found
-        if eqn.primitive is not matmul_p
+        if eqn.primitive not in (matmul_p, conv_p)
         for aval in (v.aval for v in eqn.outvars)
         if getattr(aval, "shape", None) in shapes and jnp.issubdtype(aval.dtype, jnp.floating)
     ]
@@ -69,9 +70,9 @@ def _forms(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """All equations of a program and of its inner programs, except inside the product primitive."""
+    """All equations of a program and of its inner programs, except inside products and convolutions."""
     for eqn in jaxpr.eqns:
         yield eqn
-        if eqn.primitive is not matmul_p:
+        if eqn.primitive not in (matmul_p, conv_p):
             for inner in subjaxprs(eqn.params):
                 yield from equations(inner)

@@ -45,9 +45,10 @@ def _product(
         return NotImplemented
     (x_sum, w_sum), (x_batch, w_batch) = dimension_numbers
     dtype = preferred_element_type or jnp.promote_types(x.dtype, w.dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)  # only the sum is rounded, and no gradient of a factor
 
     def with_base(x: Any, base: Any) -> Any:
-        options: Any = {"precision": precision, "preferred_element_type": dtype, "out_sharding": out_sharding}
+        options: Any = {"precision": precision, "preferred_element_type": wide, "out_sharding": out_sharding}
         if weight_first:
             return lax.dot_general(base, x, tuple(side[::-1] for side in dimension_numbers), **options)
         return lax.dot_general(x, base, dimension_numbers, **options)
@@ -72,16 +73,17 @@ def _product(
     if out_sharding is not None:
         entry = dict(zip(out, (*out_sharding.spec, *[None] * len(out)), strict=False))
         specs["out_sharding"] = NamedSharding(out_sharding.mesh, PartitionSpec(*(entry.get(c) for c in between)))
-    few = _einsum(x, near, of_x, between, w.dtype, precision=precision, **specs) * w.scale
+    few = _einsum(x, near, of_x, between, wide, precision=precision, **specs) * w.scale
     if out_sharding is not None:
         specs["out_sharding"] = out_sharding
-    delta = _einsum(few.astype(jnp.result_type(x, w.dtype)), far, between, out, w.dtype, precision=precision, **specs)
-    return apply(with_base, x, w.base) + delta.astype(dtype)
+    delta = _einsum(few, far, between, out, wide, precision=precision, **specs)
+    return (apply(with_base, x, w.base) + delta).astype(dtype)
 
 
 def _einsum(x: Any, factor: Any, of_x: Any, out: Any, dtype: Any, **options: Any) -> jax.Array:
     array, letters = factor
-    return jnp.einsum(f"{''.join(of_x)},{''.join(letters)}->{''.join(out)}", x, array.astype(dtype), **options)
+    equation = f"{''.join(of_x)},{''.join(letters)}->{''.join(out)}"
+    return jnp.einsum(equation, x.astype(dtype), array.astype(dtype), **options)
 
 
 @register("ragged_dot_general")
@@ -100,20 +102,15 @@ def _(
     if _tuples(given) != ((((1,), (1,)), ((), ())), (0,), (0,)) or w.roles != BOTH + OF_A + OF_B:
         return NotImplemented
 
-    def product(x: jax.Array, w: Any) -> jax.Array:
-        return lax.ragged_dot_general(
-            x,
-            w,
-            group_sizes,
-            dims,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            group_offset=group_offset,
-        )
+    dtype = preferred_element_type or jnp.promote_types(x.dtype, w.dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)  # as for other products
 
-    few = lax.ragged_dot(x, w.a.astype(w.dtype), group_sizes, precision=precision) * w.scale
-    y = apply(product, x, w.base)
-    return y + product(few.astype(jnp.result_type(x, w.dtype)), w.b.astype(w.dtype)).astype(y.dtype)
+    def product(x: jax.Array, w: Any) -> jax.Array:
+        options: Any = {"precision": precision, "preferred_element_type": wide, "group_offset": group_offset}
+        return lax.ragged_dot_general(x, w, group_sizes, dims, **options)
+
+    few = product(x.astype(wide), w.a.astype(wide)) * w.scale
+    return (apply(product, x, w.base) + product(few, w.b.astype(wide))).astype(dtype)
 
 
 def _tuples(x: Any) -> Any:

@@ -1,10 +1,11 @@
 """Adapters over the frozen weights of a whole model: add them by patterns over paths, and merge them."""
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +40,17 @@ def lora(
 
     - `rules`: a pattern over paths, several of them, or a dict from patterns to ranks, None for no adapter. `Rule`
       objects work too: a format of None means no adapter, any other format is ignored. The first pattern that matches
-      a leaf decides. `"*"` means every weight of at least 1,024 elements. Norms and biases never get an adapter.
+      a leaf decides. `"*"` means every weight of at least 1,024 elements that is multiplied: convolutions, tables that
+      are added, and weights whose inputs are not known are left out, with a `UserWarning` that says why. Norms and
+      biases never get an adapter.
     - `alpha`: `scale` is `alpha / rank`, or 1 if `alpha` is None.
     - `key`: random key for `a`, which is normal with variance 1 / in. `b` is zero, so the model starts unchanged. The
       values of a leaf depend on its path and not on which other leaves are adapted.
     - `dtype`: of `a` and `b`.
     - `fn`, `args`: a call of the model, `fn(params, *args)`, that tells which axes are inputs, as in `quantize_tree`.
-      Without it the inputs are the axes along which a quantized base shares a scale, unless those are all of its axes.
-      In other arrays with more than two axes, all axes before the last two are stacked layers.
+      Without it the inputs are the axes along which a quantized base shares a scale, unless those are all of its axes;
+      of a dense base the last axis but one, or the last by the name (see `quantize_tree`). A dense base with more axes,
+      which may be layers, heads or a convolution window, needs `fn`.
 
     Bases may be quantized (QLoRA) or dense (LoRA). `partition` makes only the adapters trainable.
 
@@ -66,10 +70,10 @@ def lora(
     if fn is not None:
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x for x in leaves]
         uses = axes_by_program(fn, types, partial(jax.tree.unflatten, structure), tuple(args))
-    for i, own_rank in _chosen(ranks, paths, leaves, uses).items():
+    for i, (own_rank, axes) in _chosen(ranks, paths, leaves, uses).items():
         scale = 1.0 if alpha is None else alpha / own_rank
         own_key = jax.random.fold_in(key, zlib.crc32(paths[i].encode()))
-        leaves[i] = _adapted(paths[i], leaves[i], own_rank, scale, own_key, dtype, uses[i])
+        leaves[i] = _adapted(leaves[i], axes, own_rank, scale, own_key, dtype)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -117,43 +121,77 @@ def _ranks(rules: Any, rank: int) -> list[tuple[Rule, int | None]]:
     return ordered
 
 
+class _Axes(NamedTuple):
+    """How many leading axes of a weight are stacked layers, and how many axes after them are inputs."""
+
+    layers: int
+    inputs: int
+
+    def most(self, shape: Sequence[int]) -> int:
+        """The largest rank of an adapter."""
+        end = self.layers + self.inputs
+        return min(math.prod(shape[self.layers : end]), math.prod(shape[end:]))
+
+
 def _chosen(
     ranks: Sequence[tuple[Rule, int | None]], paths: Sequence[str], leaves: Sequence[Any], uses: Sequence[Found | None]
-) -> dict[int, int]:
-    """The places of the leaves that get an adapter, each with its rank."""
+) -> dict[int, tuple[int, _Axes]]:
+    """The places of the leaves that get an adapter, each with its rank and axes."""
     by_rule, unmatched = first_matches([rule for rule, _ in ranks], list(zip(paths, leaves, strict=True)))
     if unmatched:
         raise ValueError(no_match(unmatched, paths))
-    chosen: dict[int, int] = {}
+    chosen: dict[int, tuple[int, _Axes]] = {}
+    left_out: list[str] = []
     for r, members in by_rule.items():
         rule, rank = ranks[r]
         if rank is None:
             continue
-        able = [i for i in members if _takes_adapter(paths[i], leaves[i], rule, uses[i])]
-        if not able:
+        able = [i for i in members if _is_weight(paths[i], leaves[i], rule, uses[i])]
+        found = {i: _axes_or_reason(paths[i], leaves[i], rank, rule, uses[i]) for i in able}
+        if not any(isinstance(axes, _Axes) for axes in found.values()):
             raise ValueError(
                 f"The pattern {rule.pattern!r} matches {', '.join(paths[i] for i in members[:20])}, but no leaf that "
                 "can have an adapter: floating-point arrays with two or more axes that are not norms or biases."
+                + "".join(f" {paths[i]}: {why}." for i, why in list(found.items())[:3])
             )
-        chosen |= dict.fromkeys(able, rank)
+        chosen |= {i: (rank, axes) for i, axes in found.items() if isinstance(axes, _Axes)}
+        left_out += [f"{paths[i]} ({why})" for i, why in found.items() if isinstance(why, str)]
+    if left_out:
+        shown = "; ".join(left_out[:5]) + "; ..." * (len(left_out) > 5)
+        warnings.warn(f"lora adds no adapter to {len(left_out)} weights that '*' matches: {shown}.", stacklevel=3)
     return chosen
 
 
-def _takes_adapter(path: str, leaf: Any, rule: Rule, use: Found | None) -> bool:
+def _is_weight(path: str, leaf: Any, rule: Rule, use: Found | None) -> bool:
+    """Whether a leaf is a weight that a pattern asks an adapter for."""
     if isinstance(leaf, LoraArray):
         raise ValueError(f"{path} has an adapter already: merge it first.")
-    if not jnp.issubdtype(leaf.dtype, jnp.floating) or axes_by_name(path, leaf.shape).vector:
+    named = axes_by_name(path, leaf.shape).vector and not (use is not None and use.contracted)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or named or len(leaf.shape) < 2:
         return False
+    return math.prod(leaf.shape) >= SMALL or not rule.is_default
+
+
+def _axes_or_reason(path: str, base: Any, rank: int, rule: Rule, use: Found | None) -> _Axes | str:
+    """The axes of a weight, or why the pattern `*` leaves it out; any other pattern raises."""
+    axes = _layers_and_inputs(path, base, use)
+    if axes is None:
+        why = use.how if use is not None else f"{len(base.shape)} axes: pass fn= to tell layers, inputs and heads apart"
+    elif rank > (most := axes.most(base.shape)):
+        why = f"rank={rank} must be at most min(in, out) = {most} for {path} of shape {tuple(base.shape)}"
     # A leaf that is only added, such as a position embedding, would be made dense at every step.
-    worth = math.prod(leaf.shape) >= SMALL and (use is None or use.multiplied)
-    return worth or not rule.is_default
+    elif rule.is_default and use is not None and not use.multiplied:
+        why = use.how
+    else:
+        return axes
+    if not rule.is_default:
+        raise ValueError(f"{why}." if path in why else f"{path}: {why}.")
+    return why
 
 
-def _adapted(path: str, base: Any, rank: int, scale: float, key: jax.Array, dtype: Any, use: Found | None) -> LoraArray:
-    layers, inputs = _layers_and_inputs(base, use)
+def _adapted(base: Any, axes: _Axes, rank: int, scale: float, key: jax.Array, dtype: Any) -> LoraArray:
+    layers, inputs = axes
     stack, ins, outs = base.shape[:layers], base.shape[layers : layers + inputs], base.shape[layers + inputs :]
-    if rank > (most := min(math.prod(ins), math.prod(outs))):
-        raise ValueError(f"rank={rank} must be at most min(in, out) = {most} for {path} of shape {tuple(base.shape)}.")
     a = jax.random.normal(key, (*stack, *ins, rank), dtype) / math.prod(ins) ** 0.5
     b = jnp.zeros((*stack, rank, *outs), dtype)
     adapted = LoraArray(base, a.astype(dtype), b, scale, inputs)
@@ -164,13 +202,16 @@ def _adapted(path: str, base: Any, rank: int, scale: float, key: jax.Array, dtyp
     return adapted
 
 
-def _layers_and_inputs(base: Any, use: Found | None) -> tuple[int, int]:
-    """How many leading axes of a weight are stacked layers, and how many axes after them are inputs."""
+def _layers_and_inputs(path: str, base: Any, use: Found | None) -> _Axes | None:
+    """The axes of a weight by the program, by the scales of the base, or by its name; None if they are not known."""
     ndim = len(base.shape)
-    axes = use.axes if use is not None else base.scale_axes if is_quantized(base) else None
+    known = [use.axes if use is not None else None, base.scale_axes if is_quantized(base) else None]
+    axes = next((axes for axes in (*known, axes_by_name(path, base.shape).axes) if axes is not None), None)
+    if axes is None and ndim > 2:
+        return None
     first, last = (-2, -2) if axes is None else (min(axes), max(axes))
     if last == -1:  # (out, in): the factors of the transpose work as well
         first = last = first - 1
     if first < -ndim:  # one scale for all axes does not distinguish inputs from outputs
         first = last = -2
-    return max(ndim + first, 0), last - max(first, -ndim) + 1
+    return _Axes(max(ndim + first, 0), last - max(first, -ndim) + 1)

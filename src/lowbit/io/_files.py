@@ -21,7 +21,20 @@ from lowbit.runtime._compat import mesh_in_context
 from ._checks import short
 from ._mapping import Source, Target, sources
 from .bitsandbytes import DequantizedWarning
-from .container._header import OWN, Container, Key, Tensor, children_of, open_contents, path_name
+from .container._header import (
+    KEY_DATA,
+    OWN,
+    RANDOM_KEY,
+    Container,
+    Key,
+    Tensor,
+    children_of,
+    class_name,
+    is_random_key,
+    is_static,
+    open_contents,
+    path_name,
+)
 from .container._layout import index_files, outlined, remove_shard_files
 from .container._write import save_together, write_file
 from .readers import LowbitFile, Reader, is_lowbit_file, open_tensors
@@ -32,8 +45,9 @@ from .readers.lowbit import on_device
 def save(path: str | os.PathLike[str], tree: Any, *, metadata: dict[str, Any] | None = None) -> None:
     """Write a tree of arrays to a lowbit file, bit for bit.
 
-    - Leaves: quantized arrays; jax and numpy arrays of the dtypes that safetensors has; Python numbers and strings;
-      None. An array that occurs several times is stored once, and is one array again after `load`.
+    - Leaves: quantized arrays; jax and numpy arrays of the dtypes that safetensors has; typed random keys; Python
+      numbers and strings; None. An array that occurs several times is stored once, and is one array again after `load`.
+      Functions, classes, dtypes and members of enums are not stored: `load` takes them from `like`.
     - Containers: dicts with string or integer keys, lists and tuples are restored by `load`. For others only the
       leaves are stored, and `load` needs a tree of the same structure as `like`.
     - `metadata`: a dict that JSON can represent.
@@ -212,6 +226,8 @@ class _Loader:
         """A node as dicts, lists and tuples."""
         if not isinstance(node, Container):
             return self.array(node, path)
+        if node.kind.startswith(RANDOM_KEY):
+            return self.random_key(node, path)
         if node.kind not in OWN:
             raise ValueError(
                 f"{self.file.path}: {path_name(path)} is of the class {short(node.kind)}, not a dict, list or tuple. "
@@ -222,7 +238,11 @@ class _Loader:
 
     def filled(self, node: Any, like: Any, path: tuple[Key, ...]) -> Any:
         """A node in the containers of `like`."""
+        if isinstance(node, Container) and node.kind.startswith(RANDOM_KEY) and is_random_key(like):
+            return self.random_key(node, path, like)
         opened = children_of(like)
+        if opened is None and is_static(like) and isinstance(node, Container) and node.kind == class_name(like):
+            return like
         if opened is None or not isinstance(node, Container):
             if opened or isinstance(node, Container) or not _agree(node, like):
                 here, there = _described(node), _described(like)
@@ -235,6 +255,19 @@ class _Loader:
                 where = "`like` and not in the file" if key in keys else "the file and not in `like`"
                 raise ValueError(f"{self.file.path}: {path_name((*path, key))} is in {where}.")
         return rebuilt([self.filled(node.children[key], child, (*path, key)) for key, child in found])
+
+    def random_key(self, node: Container, path: tuple[Key, ...], like: Any = None) -> Any:
+        """Typed random keys, from the numbers that a file stores of them."""
+        implementation = node.kind.removeprefix(RANDOM_KEY)
+        data = self.array(node.children.get(KEY_DATA), (*path, KEY_DATA))
+        try:
+            keys = jax.random.wrap_key_data(data, impl=implementation)
+        except (ValueError, TypeError) as error:
+            raise self.bad(f"{path_name(path)} is not a random key of {short(implementation)}: {error}") from None
+        if like is not None and (keys.shape, keys.dtype) != (tuple(like.shape), like.dtype):
+            here, there = _described(keys), _described(like)
+            raise self.bad(f"{path_name(path)} is {here} in the file and {there} in `like`.")
+        return keys
 
     # --- other names than those of `like`
 

@@ -135,8 +135,9 @@ def _use(path: str, leaf: Any, used: Found | None) -> Found:
     """How a leaf is used: from the program if that shows it, otherwise from its name."""
     named = axes_by_name(path, leaf.shape)
     by_name = used is None or (not used.told and named.axes is not None)
-    # A program may reshape a norm in any way, so its name decides; a vector has no axis to choose.
-    by_name |= named.vector and (len(leaf.shape) < 2 or (used is not None and used.axes is None))
+    # A program may reshape or look up a norm in any way, so its name decides unless the program contracts the leaf; a
+    # vector has no axis to choose.
+    by_name |= named.vector and (len(leaf.shape) < 2 or (used is not None and not used.contracted))
     return named if used is None or by_name else used
 
 
@@ -150,8 +151,10 @@ def _plan(rule: Rule, config: QuantizationConfig, shape: Sequence[int], use: Fou
         return Plan(dataclasses.replace(config, axis=-1), f"the pattern {rule.pattern!r}")
     if rule.is_default and math.prod(shape) < SMALL:
         return _kept(f"fewer than {SMALL:,} elements")
+    if use.convolved and rule.is_default:
+        return _kept(f"{use.how}: name it by a pattern to quantize it")
     if use.axes is None:
         return _kept(use.how, refused=use.multiplied or not rule.is_default, unknown=use.multiplied)
     one = config.format.blocked or config.block_size is not None
-    axis = use.axes[-1] if one or len(use.axes) == 1 else use.axes
-    return Plan(dataclasses.replace(config, axis=axis), use.how)
+    axis = use.axes[-1] if one or len(use.axes) == 1 else tuple(sorted(use.axes))
+    return Plan(dataclasses.replace(config, axis=axis), "fn: a convolution" if use.convolved else use.how)

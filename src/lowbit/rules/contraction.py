@@ -22,17 +22,17 @@ from .structural import permuted, reshaped, untransposed
 @register("dot_general")
 def _(x: jax.Array, w: QuantizedArray, *, dimension_numbers: Any, **params: Any) -> Any:
     (x_sum, w_sum), (x_batch, w_batch) = dimension_numbers
-    return _product(x, w, (x_sum, w_sum), (x_batch, w_batch), **params)
+    return product(x, w, (x_sum, w_sum), (x_batch, w_batch), **params)
 
 
 @register("dot_general")
 def _(w: QuantizedArray, x: jax.Array, *, dimension_numbers: Any, **params: Any) -> Any:
     (w_sum, x_sum), (w_batch, x_batch) = dimension_numbers
     # The free axes of the weight come first in the result.
-    return _product(x, w, (x_sum, w_sum), (x_batch, w_batch), weight_first=True, **params)
+    return product(x, w, (x_sum, w_sum), (x_batch, w_batch), weight_first=True, **params)
 
 
-def _product(
+def product(
     x: jax.Array,
     w: QuantizedArray,
     summed: tuple[Sequence[int], Sequence[int]],
@@ -147,4 +147,4 @@ def _(
     # Without an axis of groups in w, the summed or a batch axis is ragged.
     if len(axes) != 1 or sizes.ndim not in (1, len(batch[0]) + 1) or group_offset is not None:
         return NotImplemented
-    return _product(x, w, summed, batch, groups=Groups(rows, axes[0], sizes), **params)
+    return product(x, w, summed, batch, groups=Groups(rows, axes[0], sizes), **params)

@@ -77,6 +77,21 @@ def _concatenated(operands: Sequence[QuantizedArray], dimension: int) -> Any:
     return first.reshaped(shape, spans, **scales, **codes)
 
 
+@register("tile")
+def _(w: QuantizedArray, *, reps: Sequence[int]) -> Any:
+    for axis, count in enumerate(reps):
+        w = w if count == 1 or w is NotImplemented else _concatenated([w] * count, axis)
+    return w
+
+
+@register("select_n")
+def _(which: jax.Array, *cases: QuantizedArray) -> Any:
+    arrays = None if jnp.ndim(which) else alike(cases, but_for=())
+    if arrays is None or len({tuple(component.shape for component in jax.tree.leaves(a)) for a in arrays}) > 1:
+        return NotImplemented
+    return jax.tree.map(lambda *components: lax.select_n(which, *components), *arrays)
+
+
 @register("stack")
 def _(*operands: QuantizedArray, axis: int) -> Any:
     return _concatenated([expanded(w, [axis]) for w in operands], axis)

@@ -433,6 +433,18 @@ def _(w: QuantizedArray, *, sizes: Sequence[int], axis: int) -> Any:
     return NotImplemented if any(w is NotImplemented for w in slices) else slices
 
 
+@register("rev")
+def _(w: QuantizedArray, *, dimensions: Sequence[int]) -> Any:
+    w, ndim = w.resolved(), w.ndim
+    axes = [w.swapped(a - ndim) + ndim for a in dimensions]
+    w = w.movable(axes)
+    shape, spans = w.stored_shape, full_spans(w)
+    if any(spans[a] != WHOLE and shape[a] % spans[a] for a in axes):  # the last block is not full
+        return NotImplemented
+    codes = moved_codes(w, lambda codes: lax.rev(codes, axes), along_last=ndim - 1 in axes)
+    return w.replace(**moved_scales(w, lambda scales: lax.rev(scales, axes)), **codes)
+
+
 # --- dtype and sharding
 
 

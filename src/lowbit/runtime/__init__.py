@@ -2,7 +2,7 @@
 
 from . import _control as _control
 from ._array import ImplicitArray, aux_field, dense, is_implicit, materialize
-from ._interpret import MaterializationWarning, implicit, materialization, run, use_implicit
+from ._interpret import MaterializationWarning, implicit, materialization, run, takes_rows, use_implicit
 from ._register import register
 from ._settings import Setting
 from ._ste import ste
@@ -20,5 +20,6 @@ __all__ = [
     "register",
     "run",
     "ste",
+    "takes_rows",
     "use_implicit",
 ]

@@ -254,13 +254,18 @@ _OURS = (_HERE, str(Path(jax.__file__).parent), "<frozen")
 source_info_util.register_exclusion(_HERE)
 
 
-def user_line(eqn: JaxprEqn | None) -> tuple[str, int, str] | None:
-    """File, line and function in which the user wrote what became an equation."""
+def line_of(eqn: JaxprEqn | None) -> tuple[str, int, str] | None:
+    """File, line and function in which the user wrote what became an equation, as far as JAX knows."""
     # JAX summarizes it as "file.py:12:34 (function)".
     known = "" if eqn is None else source_info_util.summarize(eqn.source_info)
-    if found := re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", known):
-        return found[1], int(found[2]), found[3]
-    # An operator outside of `implicit` runs below the user's frame.
+    found = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", known)
+    return (found[1], int(found[2]), found[3]) if found else None
+
+
+def user_line(eqn: JaxprEqn | None) -> tuple[str, int, str] | None:
+    """The line of an equation; for an operator outside of `implicit`, the line that called it."""
+    if found := line_of(eqn):
+        return found
     for frame in reversed(traceback.extract_stack()):
         of_python = frame.filename.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in frame.filename
         if not of_python and not frame.filename.startswith(_OURS):

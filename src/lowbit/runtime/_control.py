@@ -53,7 +53,7 @@ def _leafwise(primitive: Any, *operands: Any, **params: Any) -> Any:
     return jax.tree.unflatten(tree, [primitive.bind(component, **params) for component in components])[0]
 
 
-for _name in ("copy", "pvary", "optimization_barrier", "stop_gradient"):
+for _name in ("copy", "name", "pvary", "optimization_barrier", "stop_gradient"):
     register(_name)(_leafwise)
 
 

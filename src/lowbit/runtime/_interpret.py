@@ -1,11 +1,12 @@
 """implicit(fn): trace a function with dense stand-ins, then run its equations on the implicit arrays."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from . import _compat
 from ._array import ImplicitArray, dense, is_implicit
 from ._indexing import DENSE_TYPES
+from ._nnx import holds_nnx_objects, run_with_objects
 from ._register import apply_rules, describe
 from ._settings import Setting
 
@@ -30,6 +32,7 @@ def implicit(fn: Callable[P, R]) -> Callable[P, R]:
     `fn` is traced once with a dense stand-in for each implicit array. Its equations are then run in order: those with
     an implicit operand by the rules (see `register`), all others untouched. It works inside and outside of `jax.jit`.
     Outside, each call traces `fn` again, which takes milliseconds to seconds: compile what is called more than once.
+    What `fn` changes in Flax NNX modules among its arguments is changed after the call.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> q = lowbit.Array8B.quantize(jnp.ones((4, 3)))
@@ -53,6 +56,12 @@ use_implicit = implicit
 
 def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`implicit(fn)(*args, **kwargs)`, but results may have deferred work (`ImplicitArray.resolved`)."""
+    if holds_nnx_objects((args, kwargs)):
+        return run_with_objects(_traced_and_run, fn, args, kwargs)
+    return _traced_and_run(fn, *args, **kwargs)
+
+
+def _traced_and_run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     found, tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_implicit)
     leaves = [leaf for _, leaf in found]
     # The first two keys name the argument.
@@ -74,7 +83,7 @@ def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     traced = [leaves[i] for i in traced_at]
     closed = jax.make_jaxpr(on_stand_ins)(traced)
-    with _set(_operand_paths, ()):
+    with _set(_operand_origins, ()):
         results = interpret(_compat.opened(closed), jax.tree.leaves(traced))
     outs = list(static_outs)
     for i, result in zip(dense_at, results, strict=True):
@@ -94,7 +103,7 @@ def interpret(program: _compat.Program, args: Sequence[Any]) -> list[Any]:
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, Literal)}
     kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    paths = _paths_of(jaxpr.invars)
+    origins = _origins_of(jaxpr.invars)
 
     def read(v: Any) -> Any:
         return v.val if isinstance(v, Literal) else values[v]
@@ -105,13 +114,11 @@ def interpret(program: _compat.Program, args: Sequence[Any]) -> list[Any]:
             with _compat.context_of(eqn):
                 outs = _compat.rebind(eqn, operands)
         else:
-            operand_paths = [None if isinstance(v, Literal) else paths.get(v) for v in eqn.invars]
-            with _set(_equation, eqn), _set(_operand_paths, operand_paths):
+            given = [None if isinstance(v, Literal) else origins.get(v) for v in eqn.invars]
+            with _set(_equation, eqn), _set(_operand_origins, given):
                 outs = _evaluate(eqn, operands)
-            # A transposed or cast parameter keeps its path.
-            origin = eqn.params["path"] if eqn.primitive is capture_p else next(filter(None, operand_paths), None)
-            if origin:
-                paths.update((v, origin) for v, out in zip(eqn.outvars, outs, strict=True) if is_implicit(out))
+            if (origin := _origin(eqn, given)) is not None:
+                origins.update((v, origin) for v, out in zip(eqn.outvars, outs, strict=True) if is_implicit(out))
         values.update(zip(eqn.outvars, outs, strict=True))
         # Drop activations after their last use, as eager execution would.
         for v in {v for v in eqn.invars if not isinstance(v, Literal)} - kept:
@@ -136,8 +143,8 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if outs is NotImplemented:
             for array in captured:  # it is dequantized when it is lowered
                 _ask_policy(array, eqn.primitive)
-            at = zip(operands, _operand_paths.get(), strict=True)
-            return _compat.rebind(eqn, [go_dense(x, eqn.primitive, path) for x, path in at])
+            at = zip(operands, _operand_origins.get(), strict=True)
+            return _compat.rebind(eqn, [go_dense(x, eqn.primitive, origin) for x, origin in at])
     outs = list(outs) if eqn.primitive.multiple_results else [outs]
     for out, var in zip(outs, eqn.outvars, strict=True):
         aval: Any = var.aval
@@ -240,9 +247,18 @@ process.
 Traceback (most recent call last):
 TypeError: add has no rule for Array8B of shape (64, 32) (float32), so the whole array is made dense at ...
 """
-# The equation being run, and the parameter path of each of its operands.
+
+
+class Origin(NamedTuple):
+    """The parameter that a value holds elements of: its path, and whether they are rows that were looked up."""
+
+    path: str = ""
+    rows: bool = False
+
+
+# The equation being run, and the origin of each of its operands.
 _equation: ContextVar[JaxprEqn | None] = ContextVar("equation", default=None)
-_operand_paths: ContextVar[Sequence[str | None]] = ContextVar("operand_paths", default=())
+_operand_origins: ContextVar[Sequence[Origin | None]] = ContextVar("operand_origins", default=())
 
 
 @contextmanager
@@ -254,25 +270,48 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-def _paths_of(invars: Sequence[Any]) -> dict[Any, str]:
-    """The paths of a program's inputs, which are the operands of its equation."""
-    given = _operand_paths.get()
+def _origins_of(invars: Sequence[Any]) -> dict[Any, Origin]:
+    """The origins of a program's inputs, which are the operands of its equation."""
+    given = _operand_origins.get()
     given = given[1:] if len(given) == len(invars) + 1 else given  # `cond` has a predicate before them
-    return {v: path for v, path in zip(invars, given, strict=True) if path} if len(given) == len(invars) else {}
+    return {v: origin for v, origin in zip(invars, given, strict=True) if origin} if len(given) == len(invars) else {}
+
+
+def _origin(eqn: JaxprEqn, given: Sequence[Origin | None]) -> Origin | None:
+    """The origin of what an equation returns: a transposed or cast parameter keeps its own."""
+    if eqn.primitive is capture_p:
+        return Origin(eqn.params["path"])
+    known = next((origin for origin in given if origin is not None), None)
+    return (known or Origin())._replace(rows=True) if takes_rows(eqn) else known
+
+
+def takes_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation looks up rows of a table: by a slice along the axis before the last, or by an index array.
+
+    Where rows are not multiplied they are decoded, as the rows of an embedding are. A layer of a stack is a weight.
+    """
+    if eqn.primitive.name not in ("slice", "dynamic_slice", "gather"):
+        return False
+    table, rows = (tuple(getattr(v.aval, "shape", ())) for v in (eqn.invars[0], eqn.outvars[0]))
+    if eqn.primitive.name == "gather":
+        indices: Any = eqn.invars[1].aval
+        return len(indices.shape) > 1 and math.prod(rows) <= math.prod(table)
+    return [a - len(table) for a, (n, size) in enumerate(zip(table, rows, strict=True)) if n != size] == [-2]
 
 
 _warned: set[tuple[str, type]] = set()
 
 
-def go_dense(x: Any, primitive: Primitive | str, path: str | None = None) -> Any:
+def go_dense(x: Any, primitive: Primitive | str, origin: Origin | None = None) -> Any:
     """Make `x` dense, under the policy, because `primitive` has no rule for it. Dense values pass unchanged."""
     if not isinstance(x, ImplicitArray):
         return x
-    _ask_policy(x, primitive, path)
+    if origin is None or not origin.rows:
+        _ask_policy(x, primitive, origin.path if origin else "")
     return dense(x)
 
 
-def _ask_policy(x: ImplicitArray, primitive: Primitive | str, path: str | None = None) -> None:
+def _ask_policy(x: ImplicitArray, primitive: Primitive | str, path: str = "") -> None:
     policy, key = materialization.value, (str(primitive), type(x))
     warns = policy == "warn" and x.warn_on_materialize and key not in _warned
     if policy != "error" and not warns:

@@ -29,7 +29,7 @@ _ALIASES = {
 # Primitives that neither of JAX's public modules lists.
 _UNLISTED = set(
     "shard_map stop_gradient copy optimization_barrier sharding_constraint closed_call ragged_dot_general "
-    "reshard mesh_cast custom_vmap_call stack unstack".split()
+    "reshard mesh_cast custom_vmap_call name stack tile unstack".split()
 )
 # Operations with op(a, b) == op(b, a).
 _COMMUTATIVE = frozenset({"add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})

@@ -8,6 +8,7 @@ package is not used, since it copies each tensor and accepts duplicate names.
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import hashlib
 import itertools
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lowbit.formats import PermutedArray, QuantizedArray
@@ -44,6 +46,7 @@ DEEPEST = 64  # levels of nested containers
 _WIDEST = 1 << 20  # largest span of an array that is smaller than that
 Key = str | int
 OWN: dict[str, Any] = {"dict": dict, "list": list, "tuple": tuple}
+RANDOM_KEY, KEY_DATA = "jax.random.key:", "data"  # a container of this class, with the name of its generator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,23 @@ def children_of(tree: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]],
     if len(found) == 1 and not found[0][0]:
         return None
     return [(_key(path[0]), child) for path, child in found], functools.partial(jax.tree.unflatten, structure)
+
+
+def is_random_key(x: Any) -> bool:
+    """Whether `x` is an array of typed random keys, or the type of one."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def is_static(x: Any) -> bool:
+    """Whether a leaf is code or a name rather than data: a function, a class, a dtype, a member of an enum."""
+    if isinstance(x, np.dtype | enum.Enum | type):
+        return True
+    held = (x.args, x.keywords) if isinstance(x, functools.partial) else getattr(x, "__dict__", {})
+    return callable(x) and not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(held))
+
+
+def class_name(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__name__}"
 
 
 def _key(entry: Any) -> Any:

@@ -21,12 +21,17 @@ from ._header import (
     DEEPEST,
     DIGEST,
     INDEX,
+    KEY_DATA,
     OWN,
+    RANDOM_KEY,
     SHA256,
     TEXTS,
     VERSION,
     Contents,
     children_of,
+    class_name,
+    is_random_key,
+    is_static,
     open_contents,
     path_name,
     unique_name,
@@ -48,6 +53,12 @@ class _Outline:
 
     def node(self, tree: Any, path: tuple[Any, ...]) -> Any:
         kind = type(tree).__name__
+        if is_random_key(tree) and isinstance(tree, self.arrays):
+            keys: Any = tree
+            shapes = isinstance(keys, jax.ShapeDtypeStruct)
+            data = jax.eval_shape(jax.random.key_data, keys) if shapes else jax.random.key_data(keys)
+            name = f"{RANDOM_KEY}{jax.random.key_impl(keys)}"
+            return [name, [[KEY_DATA, {"array": self.tensor(data, (*path, KEY_DATA))}]]]
         if isinstance(tree, self.arrays):
             return {"array": self.tensor(tree, path)}
         if isinstance(tree, QuantizedArray):
@@ -63,10 +74,12 @@ class _Outline:
                 raise self.bad(path, "is nested too deep", f"containers nest at most {DEEPEST} deep", ValueError)
             if wrong := [key for key, _ in opened[0] if type(key) not in (str, int)]:
                 raise self.bad(path, f"has the key {short(wrong[0])}", "keys are strings or integers")
-            kind = kind if type(tree) is OWN.get(kind) else f"{type(tree).__module__}.{kind}"
+            kind = kind if type(tree) is OWN.get(kind) else class_name(tree)
             return [kind, [[key, self.node(child, (*path, key))] for key, child in opened[0]]]
+        if is_static(tree):  # `load` takes it from `like`
+            return [class_name(tree), []]
         if type(tree) not in (str, bool, int, float, complex, type(None)):
-            raise self.bad(path, f"is a {kind}", "leaves are arrays, numbers, strings and None")
+            raise self.bad(path, f"is a {kind}", "leaves are arrays, numbers, strings, None and functions")
         return None if tree is None else {kind: tree if kind == "str" else repr(tree)}
 
     def static(self, value: Any, path: tuple[Any, ...]) -> Any:

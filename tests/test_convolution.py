@@ -1,0 +1,86 @@
+"""Convolutions with quantized kernels equal those with dense ones, and the dense kernel is no value of the program."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_close
+from jax import lax
+
+import lowbit
+from lowbit import implicit, quantize_tree
+from lowbit.testing import dense_weights
+
+
+def normal(*shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(sum(shape)), shape)
+
+
+def convolution(layout: str, strides: Any = (1, 1), padding: Any = "SAME", groups: int = 1) -> Callable[..., jax.Array]:
+    dims = tuple(layout.split())
+
+    def fn(w: Any, x: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=dims, feature_group_count=groups)
+
+    return fn
+
+
+# A program, the shapes of kernel and image, and the axes of the inputs.
+PROGRAMS = {
+    "3 x 3": (convolution("NHWC HWIO NHWC"), (3, 3, 16, 32), (2, 4, 4, 16), (-4, -3, -2)),
+    "channels first": (convolution("NCHW OIHW NHWC", (2, 2)), (32, 16, 3, 3), (2, 16, 4, 4), (-3, -2, -1)),
+    "depthwise": (convolution("NHWC HWIO NHWC", groups=64), (5, 5, 1, 64), (2, 4, 4, 64), (-4, -3, -2)),
+    "1 x 1": (convolution("NHWC HWIO NCHW"), (1, 1, 32, 48), (2, 4, 4, 32), -2),
+    "1 x 1 with strides": (convolution("NCHW OIHW NCHW", (2, 2)), (48, 32, 1, 1), (2, 32, 4, 4), -3),
+    "1 x 1 with padding": (convolution("NHWC HWIO NHWC", padding=((1, 0), (0, 1))), (1, 1, 32, 48), (2, 4, 4, 32), -2),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_convolution_equals_the_dense_one(name: str) -> None:
+    fn, shape, image, axis = PROGRAMS[name]
+    x = normal(*image)
+    params, report = quantize_tree({"w": normal(*shape)}, {"w": "int8"}, fn=lambda p, x: fn(p["w"], x), args=(x,))
+    assert report["w"].axis == axis
+    w, dense = params["w"], lowbit.materialize(params["w"])
+
+    def gradient(fn: Callable[..., jax.Array], w: Any) -> Callable[..., Any]:
+        return jax.value_and_grad(lambda x: jnp.sin(fn(w, x)).sum())
+
+    with lowbit.materialization("error"):
+        program = jax.jit(gradient(implicit(fn), w))
+        assert dense_weights(program, x) == [] == dense_weights(implicit(fn), w, x)
+        assert_close(program(x), gradient(fn, dense)(x), 1e-4)
+        assert_close(
+            implicit(jax.vmap(fn, (None, 0)))(w, jnp.stack([x, 2 * x])), jnp.stack([fn(dense, x), fn(dense, 2 * x)])
+        )
+
+
+def test_a_kernel_is_quantized_only_if_a_pattern_names_it() -> None:
+    fn, shape, image, _ = PROGRAMS["3 x 3"]
+    params, x = {"w": normal(*shape), "head": normal(32, 32)}, normal(*image)
+
+    def model(p: Any, x: jax.Array) -> jax.Array:
+        return fn(p["w"], x).mean((1, 2)) @ p["head"]
+
+    _, report = quantize_tree(params, "q4", fn=model, args=(x,), strict=True)
+    assert report["w"].why.endswith(": name it by a pattern to quantize it") and __file__ in report["w"].why
+    _, report = quantize_tree(params, {"w": "q4", "*": "int8"}, fn=model, args=(x,), strict=True)
+    assert (report["w"].axis, report["w"].why, report["head"].axis) == (-2, "fn: a convolution", -2)
+
+
+def test_layers_and_half_precision() -> None:
+    stack, x = lowbit.quantize(normal(2, 3, 16, 16), "int8", axis=(-3, -2)), normal(2, 8, 16).astype(jnp.bfloat16)
+
+    def fn(stack: Any, x: jax.Array) -> jax.Array:
+        dims = ("NWC", "WIO", "NWC")
+        return lax.scan(
+            lambda x, w: (lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=dims), None), x, stack
+        )[0]
+
+    with lowbit.materialization("error"):
+        got = jax.jit(implicit(fn))(stack.astype(jnp.bfloat16), x)
+    assert got.dtype == jnp.bfloat16
+    assert_close(got.astype(jnp.float32), fn(stack.materialize(), x.astype(jnp.float32)), 2e-2)
