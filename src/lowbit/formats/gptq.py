@@ -124,6 +124,17 @@ def lost(error: jax.Array, h: jax.Array) -> jax.Array:
     return jnp.sum(error * jnp.matmul(h, error, precision=_HIGHEST))
 
 
+def uncompensated(h: jax.Array) -> jax.Array:
+    """What is left of the second moment of each input if inputs that are rounded after it compensate its error.
+
+    It weights the squared errors of rounding in the expected tr(E^T H E) of GPTQ, as the diagonal of H does without it.
+    """
+    diag = jnp.diag(h)
+    order = jnp.argsort(-diag)
+    factor = _factor(h[order][:, order], jnp.mean(diag))
+    return jnp.zeros_like(diag).at[order].set(jnp.diag(factor) ** 2 * jnp.mean(diag))
+
+
 def gptq(w: jax.Array, scales: jax.Array, offsets: Any, h: jax.Array, levels: SortedLevels) -> jax.Array:
     """The positions of the levels of a matrix (K, N) with these scales and second moments (K, K).
 
