@@ -9,13 +9,14 @@ other half and on the demo's own prose, in nats, with its standard error and 99 
 evaluated by the same float32 program on the values that they store. *bits* are those of all stored tensors, norms and
 scales included, divided by the number of parameters; llama.cpp's are those of its blocks.
 
-Peers get the same statistics: llama.cpp the mean squares of the inputs (its importance matrix), qwix the second moments.
+Peers get the same statistics: llama.cpp the mean squares of the inputs, its importance matrix; qwix the second moments.
 """
 
 import dataclasses
 import fnmatch
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="windows to calibrate with")
     parser.add_argument("--only", default="*", help="pattern of the rows to measure")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep statistics and rows there, and reuse them")
+    parser.add_argument("--collect", action="store_true", help="report the rows that are in FOLDER, and no others")
     args = parser.parse_args()
+    if args.collect and not args.keep:
+        parser.error("--collect needs --keep FOLDER.")
     model = Model(args)
     columns = ["bits", "of NF4's", "model", "KL, articles", "s. e.", "99 %", "KL, prose", "s. e. prose", "99 % prose"]
     report = measure.Report(args, columns)
     nf4 = model.row("nf4", model.own("nf4"))
     for name, make in (models(model) | model_peers.models(model)).items():
-        if fnmatch.fnmatch(name, args.only):
+        if fnmatch.fnmatch(name, args.only) and not (args.collect and not model.kept(name).exists()):
             bits, *found = nf4 if name == "nf4" else model.row(name, make)
             report.row(bits, found[0] / nf4[1], name, *found)
     report.save()
@@ -80,16 +84,28 @@ class Model:
     """The language model of the demo, its statistics, and its predictions of the texts."""
 
     def __init__(self, args: Any) -> None:
-        self.args, self.dense = args, LanguageModel.from_gguf(demo_model_path())
+        self.args = args
         if args.keep:
             args.keep.mkdir(parents=True, exist_ok=True)
-        articles = prose(args.wheel)
-        self.batches = [jnp.array(ids)[None] for ids in self.windows(articles[::2], args.rows)]
-        texts = [
-            self.windows(articles[1::2], args.windows),
-            evaluation.windows(self.dense, evaluation.demo_text())[: args.windows],
-        ]
-        self.texts = [[(ids, np.asarray(self.dense.logits(ids).astype(jnp.float16))) for ids in text] for text in texts]
+
+    @cached_property
+    def dense(self) -> LanguageModel:
+        return LanguageModel.from_gguf(demo_model_path())
+
+    @cached_property
+    def articles(self) -> list[str]:
+        return prose(self.args.wheel)
+
+    @cached_property
+    def batches(self) -> list[jax.Array]:
+        return [jnp.array(ids)[None] for ids in self.windows(self.articles[::2], self.args.rows)]
+
+    @cached_property
+    def texts(self) -> list[list[tuple[list[int], np.ndarray]]]:
+        """The windows of each text, and the logits after their tokens."""
+        own = evaluation.windows(self.dense, evaluation.demo_text())[: self.args.windows]
+        texts = [self.windows(self.articles[1::2], self.args.windows), own]
+        return [[(ids, np.asarray(self.dense.logits(ids).astype(jnp.float16))) for ids in text] for text in texts]
 
     def windows(self, articles: Sequence[str], count: int) -> list[list[int]]:
         """The beginnings of articles."""
@@ -144,9 +160,8 @@ class Model:
 
     def row(self, name: str, make: Callable[[], Made]) -> list[float]:
         """Bits, and for each text the mean KL, its standard error and 99 % quantile."""
-        kept = self.args.keep and self.args.keep / f"{name}.json"
-        if kept and kept.exists():
-            return json.loads(kept.read_text())
+        if self.args.keep and self.kept(name).exists():
+            return json.loads(self.kept(name).read_text())
         params, size = make()
         other = dataclasses.replace(self.dense, params=params)
         found = [8 * size / sum(x.size for x in jax.tree.leaves(self.dense.params))]
@@ -154,9 +169,12 @@ class Model:
             lost = np.concatenate([np.asarray(divergence(other.logits(ids), wanted)) for ids, wanted in text])
             found += [lost.mean(), lost.std(ddof=1) / len(lost) ** 0.5, np.quantile(lost, 0.99)]
         found = [float(x) for x in found]
-        if kept:
-            kept.write_text(json.dumps(found))
+        if self.args.keep:
+            self.kept(name).write_text(json.dumps(found))
         return found
+
+    def kept(self, name: str) -> Path:
+        return self.args.keep / f"{name}.json"
 
 
 GUIDED = False  # whether GPTQ weights rows by gradients

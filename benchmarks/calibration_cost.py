@@ -1,4 +1,4 @@
-"""What calibration costs: seconds and peak memory of the statistics of SmolLM2-135M, of its GPTQ, and of one large weight.
+"""What calibration costs: seconds and peak memory of the statistics and the GPTQ of SmolLM2-135M, and of one weight.
 
 pip download --no-deps gensim==4.4.0
 python benchmarks/calibration_cost.py gensim-*.whl [--only weight] [--save calibration_cost]
