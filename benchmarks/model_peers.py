@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -97,9 +98,7 @@ def _qwix(model: Any) -> Any:
 
     Weights with the same inputs are rounded together, which changes nothing: its rows are independent.
     """
-    from qwix._src.core import qarray
-    from qwix.contrib import gptq_core
-
+    qarray, gptq_core = (import_module(f"qwix.{name}") for name in ("_src.core.qarray", "contrib.gptq_core"))
     statistics, dense = model.statistics(False), model.dense.params
     how = qarray.HowToQuantize(qtype=jnp.int4, channelwise_axes=(0,), tiled_axes={1: GROUP})
 
