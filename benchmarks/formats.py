@@ -138,8 +138,11 @@ def llama_cpp() -> dict[str, Encoder]:
     return dict(_types(gguf, encoder))
 
 
-def quantizer() -> Callable[[np.ndarray, Any], np.ndarray] | None:
-    """A function that quantizes rows to a type by llama.cpp itself, to bytes; None if it is not installed."""
+def quantizer() -> Callable[..., np.ndarray] | None:
+    """A function that quantizes rows to a type by llama.cpp itself, to bytes; None if it is not installed.
+
+    Its third argument is the importance of each column; ones by default.
+    """
     spec = importlib.util.find_spec("xllamacpp")
     if spec is None or spec.origin is None or not importlib.util.find_spec("gguf"):
         return None
@@ -150,11 +153,12 @@ def quantizer() -> Callable[[np.ndarray, Any], np.ndarray] | None:
     chunk.restype, pointer, wide = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
     chunk.argtypes = [ctypes.c_int, pointer, pointer, wide, wide, wide, pointer]
 
-    def quantized(rows: np.ndarray, type: Any) -> np.ndarray:
+    def quantized(rows: np.ndarray, type: Any, importance: np.ndarray | None = None) -> np.ndarray:
         rows = np.ascontiguousarray(rows, np.float32)
         count, length = rows.shape
         per_block, size = gguf.GGML_QUANT_SIZES[type]
-        out, importance = np.zeros((count, length // per_block * size), np.uint8), np.ones(length, np.float32)
+        out = np.zeros((count, length // per_block * size), np.uint8)
+        importance = np.ascontiguousarray(np.ones(length) if importance is None else importance, np.float32)
         written = chunk(int(type), rows.ctypes.data, out.ctypes.data, 0, count, length, importance.ctypes.data)
         if written != out.nbytes:
             raise RuntimeError(f"llama.cpp wrote {written} bytes of {type.name}, not {out.nbytes}.")

@@ -1,10 +1,10 @@
-"""Write the tables and the figure of the README and of the pages in docs, from benchmarks/results.
+"""Write the tables and the figures of the README and of the pages in docs, from benchmarks/results.
 
 python benchmarks/page.py [PAGE ...]
 
 PAGE: README, formats, performance, sharding, streaming, training, accelerators, checkpoints or quality.
 
-The figure needs matplotlib: pip install 'lowbit[plot]'
+The figure of performance needs matplotlib: pip install 'lowbit[plot]'
 """
 
 import json
@@ -12,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+import quality_figure
 from measure import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -174,6 +175,19 @@ def gpu_table(name: str) -> str:
     return "\n".join(lines) + "\n\n" + origin(found)
 
 
+def quality_table(name: str) -> str:
+    """KL with standard errors, by falling bits."""
+    found = load(name)
+    lines = [
+        "| model | bits | KL, articles | 99 % | KL, our prose | 99 % | articles, of NF4's |",
+        "| --- " * 7 + "|",
+    ]
+    for bits, of_nf4, model, *each in sorted(found["rows"], key=lambda row: -row[0]):
+        cells = [f"{mean:.3f} ± {error:.3f} | {most:.2f}" for mean, error, most in (each[:3], each[3:])]
+        lines.append(f"| {model} | {bits:.2f} | {' | '.join(cells)} | {of_nf4:.2f} |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
 def figure(name: str, shape: str, path: Path) -> None:
     import matplotlib
 
@@ -206,7 +220,10 @@ def main() -> None:
         text = page.read_text()
         page.write_text(rendered(text))
         for figured, shape in re.findall(r"<!-- figure ([\w-]+) (\S+) -->", text):
-            figure(figured, shape, DOCS / "performance.svg")
+            if name == "quality":
+                (DOCS / shape).write_text(quality_figure.drawn(load(figured)["rows"]))
+            else:
+                figure(figured, shape, DOCS / "performance.svg")
 
 
 def path_of(page: str) -> Path:
@@ -234,6 +251,7 @@ TABLES = {
     "formats": formats_table,
     "readme": readme_table,
     "weighting": weighting_table,
+    "quality": quality_table,
 }
 
 

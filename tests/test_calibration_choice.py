@@ -106,3 +106,22 @@ def test_a_table_counts_by_the_rows_that_are_looked_up() -> None:
         return str(rule and rule.dtype)
 
     assert (chosen(1e3), chosen(1e-4)) == ("int8", "q2")
+
+
+def test_second_moments_predict_what_calibration_leaves() -> None:
+    # The inputs of one weight are nearly the same number: its errors compensate each other.
+    params = {"alike": normal(0, K, K), "apart": normal(1, K, K)}
+    noise = normal(2, 100, K)
+    batch = noise[:, :1] + 0.1 * noise, noise
+
+    def two(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.concatenate([x @ params["alike"], y @ params["apart"]])
+
+    def loss(out: jax.Array, *batch: jax.Array) -> jax.Array:
+        return jnp.sum(out * jnp.sign(normal(3, *out.shape)))
+
+    found = lowbit.calibrate(two, params, [batch], loss=loss)
+    rules = allocate(params, fn=two, batches=[batch], bits=3.8, formats=("q2", "q4"), calibration=found)
+    assert {path: str(rule.dtype) for path, rule in rules.items() if rule} == {"alike": "q2", "apart": "q4"}
+    with pytest.raises(ValueError, match=r"calibrate\(..., loss=\)"):
+        allocate(params, fn=two, batches=[batch], bits=4, calibration=lowbit.calibrate(two, params, [batch]))

@@ -11,7 +11,7 @@ from helpers import SOME_FORMATS
 
 import lowbit
 from lowbit import FORMATS, QuantizedArray, quantize
-from lowbit.formats.gptq import BLOCK, SortedLevels, _factor, round_by_moments, with_positions
+from lowbit.formats.gptq import BLOCK, SortedLevels, _factor, round_by_moments, uncompensated, with_positions
 from lowbit.formats.moments import DAMPING, Moments
 
 K, N = 96, 24
@@ -56,7 +56,8 @@ def test_it_is_the_loop(format: str, k: int) -> None:
     w, x = normal(0, k, N), inputs(1, 300, k)
     x = x.at[:, 7].set(0)
     array, moments = quantize(w, format), moments_of(w, x)
-    got = round_by_moments(w, array, moments)
+    got, now = round_by_moments(w, array, moments)
+    np.testing.assert_allclose(now, lost(x, w, got), rtol=1e-3)
     spread = np.broadcast_to(np.asarray(lowbit.formats.spread(array.scale_values(), array.spans, w.shape)), w.shape)
     want = by_loop(np.asarray(w), spread, np.asarray(moments.hessian), SortedLevels.of(array).table)
     same = np.isclose(got.materialize(), want, rtol=1e-5, atol=1e-6)
@@ -65,6 +66,21 @@ def test_it_is_the_loop(format: str, k: int) -> None:
     assert lost(x, w, got) < lost(x, w, array)
     for name, component in got.components().items():
         assert component.dtype == getattr(array, name).dtype and component.shape == getattr(array, name).shape
+
+
+def test_what_is_left_of_the_moments_predicts_the_loss() -> None:
+    w, x = normal(0, K, 4 * N), inputs(1, 400)
+    moments = moments_of(w, x)
+    h = np.asarray(moments.hessian, np.float64)
+    left = np.asarray(uncompensated(jnp.asarray(moments.hessian)))
+    damped, order = h + DAMPING * np.diag(h).mean() * np.eye(K), np.argsort(-np.diag(h))
+    want = [1 / np.linalg.inv(damped[np.ix_(order[i:], order[i:])])[0, 0] for i in range(K)]
+    np.testing.assert_allclose(left[order], want, rtol=1e-3)
+    array = quantize(w, "int4")
+    rounding = np.sum(np.asarray(w - array.materialize()) ** 2, 1)
+    got = lost(x, w, round_by_moments(w, array, moments).array)
+    assert 0.7 < got / np.sum(left * rounding) < 1.3
+    assert np.sum(np.diag(h) * rounding) > 2 * got
 
 
 @pytest.mark.parametrize("format", SOME_FORMATS)
@@ -117,7 +133,7 @@ def test_dead_inputs_are_rounded_to_nearest() -> None:
     w, x = normal(0, K, N), inputs(1, 400).at[:, 10:20].set(0)
     moments = moments_of(w, x)
     array = quantize(w, "int4")
-    got = round_by_moments(w, array, moments)
+    got = round_by_moments(w, array, moments).array
     np.testing.assert_array_equal(got.materialize()[10:20], array.materialize()[10:20])
     assert lost(x, w, got) < 0.9 * lost(x, w, array)
 
@@ -134,8 +150,7 @@ def test_damping_grows_until_a_factor_exists() -> None:
     h[0, 1] = h[1, 0] = 5
     upper = np.asarray(_factor(jnp.asarray(h), jnp.float32(1)))
     assert np.isfinite(upper).all()
-    inverse = np.linalg.inv(upper.T @ upper)
-    np.testing.assert_allclose(inverse, h + 10 * np.eye(K), atol=1e-3)
+    np.testing.assert_allclose(upper @ upper.T, h + 10 * np.eye(K), atol=1e-3)
     w = normal(0, K, N)
     assert np.isfinite(quantize(w, "q4", hessian=h).materialize()).all()
 

@@ -9,15 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
+from lowbit.formats.gptq import uncompensated
 from lowbit.formats.moments import Moments
 from lowbit.models.patterns import naming
 from lowbit.models.plan import plan_tree
 from lowbit.models.report import array_bytes
 
 from .collect import arguments, byte_count, calibrate
+from .statistics import Calibration
 
 
 def allocate(
@@ -29,6 +32,7 @@ def allocate(
     size: str | int | None = None,
     formats: Sequence[str | QuantizationConfig] = ("q2", "q3", "q4", "int8"),
     loss: Callable[..., Any] | None = None,
+    calibration: Calibration | None = None,
 ) -> dict[str, QuantizationConfig | None]:
     """Choose a format for each weight: rules for `quantize_tree`, from paths to configs, which can be edited.
 
@@ -36,6 +40,8 @@ def allocate(
     - `bits`: the mean number of stored bits of the weights that are quantized, scales included; or `size`, the bytes of
       the whole model, such as "60MB". One of the two.
     - `formats`: those to choose from.
+    - `calibration`: from `calibrate(..., loss=)`, instead of diagonals collected from the batches. Second moments
+      predict what GPTQ leaves of the error of each weight, if it is quantized with `calibration=` too.
 
     The change of the loss is estimated as a sum over weights: squared errors of the format, weighted by the squares of
     inputs and gradients. Weights without such a statistic, for instance those of convolutions, get the format with the
@@ -53,7 +59,12 @@ def allocate(
     if (bits is None) == (size is None):
         raise ValueError(f"Pass bits= or size=, and not both: bits={bits}, size={size}.")
     batches = list(batches)
-    calibration = calibrate(fn, params, batches, rules="diag", loss=loss or _random_sum)
+    if calibration is None:
+        calibration = calibrate(fn, params, batches, rules="diag", loss=loss or _random_sum)
+    elif not calibration.guided:
+        raise ValueError(
+            "The calibration does not know what errors do to the results: collect it with calibrate(..., loss=)."
+        )
     args = arguments(batches[0])
     choices, kept = _choices(params, fn, args, formats, calibration)
     if not choices:
@@ -153,8 +164,11 @@ def _loss(array: jax.Array, stored: QuantizedArray, moments: Sequence[Moments]) 
 @jax.jit
 def _weighted(array: jax.Array, stored: QuantizedArray, moments: Moments) -> jax.Array:
     error = moments.as_matrices(array.astype(jnp.float32) - stored.materialize().astype(jnp.float32))
+    weights = jnp.asarray(moments.diag).reshape(-1, moments.k)
+    if moments.hessian is not None:
+        weights = lax.map(uncompensated, jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k))
     # Squared gradients are summed over outputs, and each output has its own.
-    return jnp.sum(jnp.asarray(moments.diag).reshape(-1, moments.k, 1) * error**2) / error.shape[-1]
+    return jnp.sum(weights[..., None] * error**2) / error.shape[-1]
 
 
 @jax.jit

@@ -41,10 +41,13 @@ def calibrated(format: Format, options: Mapping[str, Any], weight: jax.Array, mo
     plain = quantize(weight)
     chooses = options.get("search") is not False and not options.get("absmean")
     found = _searched(format, quantize, weight, plain, moments) if chooses else plain
-    if moments.hessian is not None:
-        found = round_by_moments(weight, found, moments)
-    (lost_before, size), (lost_after, _) = (output_sums(weight, array, moments) for array in (plain, found))
-    before, after = (x / jnp.where(size > 0, size, 1) for x in (lost_before, lost_after))
+    size = _squared(weight, None, moments)
+    before = _squared(weight, plain, moments)
+    if moments.hessian is None:
+        after = _squared(weight, found, moments)
+    else:
+        found, after = round_by_moments(weight, found, moments)
+    before, after = (_relative(lost, size) for lost in (before, after))
     worse = ~(after <= before)
     if not isinstance(worse, Tracer):
         array = plain if worse else found
@@ -91,19 +94,19 @@ def _scales(
 
 def output_error(weight: jax.Array, array: QuantizedArray, moments: Moments) -> jax.Array:
     """|X (W - Q)|^2 / |X W|^2 of the rows X that the moments were collected from."""
-    error, size = output_sums(weight, array, moments)
+    return _relative(_squared(weight, array, moments), _squared(weight, None, moments))
+
+
+def _relative(error: jax.Array, size: jax.Array) -> jax.Array:
     return error / jnp.where(size > 0, size, 1)
 
 
 @jax.jit
-def output_sums(weight: jax.Array, array: QuantizedArray, moments: Moments) -> tuple[jax.Array, jax.Array]:
-    """|X (W - Q)|^2 and |X W|^2 of the rows X that the moments were collected from."""
+def _squared(weight: jax.Array, array: QuantizedArray | None, moments: Moments) -> jax.Array:
+    """|X (W - Q)|^2, or |X W|^2 without Q."""
     wide = weight.astype(jnp.float32)
-    both = moments.as_matrices(wide - array.materialize().astype(jnp.float32)), moments.as_matrices(wide)
+    error = moments.as_matrices(wide if array is None else wide - array.materialize().astype(jnp.float32))
     if moments.hessian is None:
-        h = jnp.asarray(moments.diag).reshape(-1, moments.k, 1)
-        error, size = (jnp.sum(h * x * x) for x in both)
-    else:
-        h = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
-        error, size = (jnp.sum(lax.map(lambda given: lost(*given), (x, h))) for x in both)
-    return error, size
+        return jnp.sum(jnp.asarray(moments.diag).reshape(-1, moments.k, 1) * error * error)
+    h = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
+    return jnp.sum(lax.map(lambda given: lost(*given), (error, h)))
