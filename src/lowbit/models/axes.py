@@ -212,20 +212,8 @@ class _Uses:
                 return self.walk(body, views)
         if name == "optimization_barrier":
             return views
-        if name in ("dot_general", "ragged_dot_general"):
-            # Batch axes are stacked layers or experts, each with its own scales.
-            dims = params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]
-            summed, batch = dims if name == "dot_general" else dims.dot_dimension_numbers
-            groups = () if name == "dot_general" else dims.rhs_group_dimensions
-            for side, axes, stack in zip(views[:2], summed, (batch[0], (*batch[1], *groups)), strict=True):
-                self.note(side, "product", axes, eqn)
-                self.note(side, "stack", stack)
-            return []
-        if name == "conv_general_dilated":
-            _, inputs, *window = params["dimension_numbers"].rhs_spec
-            one = all(_shape(eqn.invars[1])[a] == 1 for a in window) and params["feature_group_count"] == 1
-            self.note(views[0], name, eqn=eqn)
-            self.note(views[1], "product" if one else "convolution", [inputs, *([] if one else window)], eqn)
+        if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+            self.multiplied(eqn, name, views)
             return []
         if name == "split":
             return [views[0]] * len(eqn.outvars)
@@ -248,6 +236,23 @@ class _Uses:
         for view in _joined(views):
             self.note((view,), "lookup" if view.rows or name in ("gather", "dynamic_slice") else name, eqn=eqn)
         return []
+
+    def multiplied(self, eqn: JaxprEqn, name: str, views: list[_Views]) -> None:
+        """Record the uses of a product or a convolution."""
+        params = eqn.params
+        if name == "conv_general_dilated":
+            _, inputs, *window = params["dimension_numbers"].rhs_spec
+            one = all(_shape(eqn.invars[1])[a] == 1 for a in window) and params["feature_group_count"] == 1
+            self.note(views[0], name, eqn=eqn)
+            self.note(views[1], "product" if one else "convolution", [inputs, *([] if one else window)], eqn)
+            return
+        # Batch axes are stacked layers or experts, each with its own scales.
+        dims = params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]
+        summed, batch = dims if name == "dot_general" else dims.dot_dimension_numbers
+        groups = () if name == "dot_general" else dims.rhs_group_dimensions
+        for side, axes, stack in zip(views[:2], summed, (batch[0], (*batch[1], *groups)), strict=True):
+            self.note(side, "product", axes, eqn)
+            self.note(side, "stack", stack)
 
     def moved(self, eqn: JaxprEqn, name: str, view: _View) -> _View | None:
         """The view after an equation that only moves the elements of its first operand; None for any other."""
