@@ -47,7 +47,7 @@ tests: $(VENV)/test
 ANY_VERSION := frameworks nnx_state examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
   files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
   safetensors bitsandbytes huggingface_dir gguf gguf_writer gguf_blocks gguf_model exchange_damaged \
-  checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping gptq calibration_choice \
+  checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping gptq calibration_choice calibrated_files histogram \
   cli cli_directories stream stream_resume stream_directories tpu gpu
 tests-oldest: $(OLDEST)/test
 	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \

@@ -87,6 +87,18 @@ LOWBIT_INLINE void line_scales(const Matrix& w, int64_t scale_row, int64_t colum
     for (int i = 0; i < kVectors; ++i) s[i] = broadcast(scales[0]);
     return;
   }
+  if (span % 16 == 0) {
+    // A decoder's order keeps 16 columns together.
+    int64_t next = (from + 1) * span - column;
+    for (int i = 0; i < kVectors; ++i) {
+      if (i * kLanes / 16 * 16 >= next && next < columns) {
+        ++scales;
+        next += span;
+      }
+      s[i] = broadcast(*scales);
+    }
+    return;
+  }
   float spread[kLine] = {};
   for (int64_t i = 0; i < columns; ++i) spread[i] = scales[(column + i) / span - from];
   for (int i = 0; i < kVectors; ++i) s[i] = load(spread + i * kLanes);

@@ -25,6 +25,9 @@ template <typename D>
 bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel) {
   FastTiling tiling;
   if (!decoder.is_fast() || !make_tiling<D>(p, tiling)) return false;
+  // A panel for few rows takes longer than exact products without one.
+  const bool few = p.contract_last && p.m > 1 && p.m <= 4;
+  if (few && (D::kPerByte == 1 || (D::kPerByte == 2 && tiling.span < 64))) return false;
 #if defined(LOWBIT_DOTS)
   if (few_rows_fit<D>(p, tiling)) return matmul_few_rows(decoder, p, tiling, parallel);
 #endif

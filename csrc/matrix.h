@@ -240,6 +240,12 @@ inline void Matrix::decode_scales(int64_t matrix, int64_t row, int64_t col, int6
       grouped ? w.group_scales + scale_layer * w.group_layer_step + row * w.group_row_step + col * w.group_col_step
               : &kOne;
   const int64_t group_step = grouped ? w.group_col_step : 0;
+  const bool is_signed = w.scale_type == ScaleType::signed8;
+  if (count < 8 && (is_signed || w.scale_type == ScaleType::e4m3)) {
+    const float* values = (is_signed ? kSigned8Values : kE4m3Values).of;
+    for (int64_t i = 0; i < count; ++i) out[i] = values[stored[i]] * group[i * group_step];
+    return;
+  }
   switch (w.scale_type) {
     case ScaleType::f32:
       break;

@@ -87,6 +87,22 @@ struct SmallFloats {
   }
 };
 
+// The values of all codes, for few of them at a time.
+struct SmallValues {
+  float of[256] = {};
+
+  // The last `mantissa` bits are a fraction, those above them an exponent; 2^-lowest is the smallest positive value.
+  constexpr SmallValues(int mantissa, int lowest, int nan_from, int nan_code) {
+    for (int code = 0; code < 256; ++code) {
+      const int magnitude = code & 0x7f, exponent = magnitude >> mantissa, fraction = magnitude & ((1 << mantissa) - 1);
+      const int steps = exponent == 0 ? fraction : ((1 << mantissa) + fraction) << (exponent - 1);
+      const float value = static_cast<float>(steps) / static_cast<float>(1 << lowest);
+      of[code] = magnitude >= nan_from || code == nan_code ? __builtin_nanf("") : code < 128 ? value : -value;
+    }
+  }
+};
+constexpr SmallValues kSigned8Values(4, 6, 0x80, 0x80), kE4m3Values(3, 9, 0x7f, -1);
+
 LOWBIT_INLINE SmallFloats e4m3() { return {7, 256.0f, 0x7f, -1}; }
 LOWBIT_INLINE SmallFloats e5m2() { return {8, 1.0f, 0x7c, -1}; }
 LOWBIT_INLINE SmallFloats signed8() { return {6, 4096.0f, 0x80, 0x80}; }
