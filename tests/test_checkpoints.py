@@ -64,7 +64,8 @@ def test_products_and_files_keep_the_bits(name: str, tmp_path: Path) -> None:
         dense = HuggingFaceDir(tmp_path / "model").dense(weight)
         x = np.random.default_rng(0).standard_normal((3, want.shape[-1]), np.float32)
         got = lowbit.implicit(lambda w, x=x: x @ w.mT)(loaded[weight])
-        np.testing.assert_allclose(got, x @ np.swapaxes(dense, -1, -2), rtol=1e-4, atol=1e-4 * abs(dense).max())
+        # Codes with zero points lose digits where the product of the codes and that of the offsets cancel.
+        np.testing.assert_allclose(got, x @ np.swapaxes(dense, -1, -2), rtol=1e-4, atol=4e-4 * abs(dense).max())
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -201,7 +201,7 @@ def test_a_cache_in_int8_is_small_and_never_dense() -> None:
     }
     token, position = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     with lowbit.materialization("error"):
-        traced = write.trace(config, params, token, quantized, position, INT8_CACHE)
+        traced = write.trace(config, params, token, quantized, position, position, position, INT8_CACHE)
     assert dense_weights(traced.jaxpr) == []
     made = [v.aval for eqn in equations(traced.jaxpr.jaxpr) for v in eqn.outvars]
     assert [a for a in made if a.shape[-2:] == (512, config.head_size)]  # the codes of the cache
