@@ -212,7 +212,7 @@ def allocated(
 
 
 def patterns(formats: Mapping[str, str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """A few patterns for the formats of many tensors, which match none of the other names.
+    r"""A few patterns for the formats of many tensors, which match none of the other names.
 
     >>> patterns({"blk.0.up": "q4", "blk.1.up": "q3", "blk.2.up": "q4", "head": "q4"}, ["blk.0.up", "norm"])
     [('re:blk\\.(0|2)\\.up', 'q4'), ('blk.1.up', 'q3'), ('head', 'q4')]
