@@ -97,7 +97,7 @@ def axes_by_program(fn: Callable[..., Any], leaves: Sequence[Any], call: Callabl
         if "mesh" in str(error).lower() and _compat.mesh_in_context() is None:
             error.add_note(
                 "fn needs a mesh, and none is set. Make the call inside `with jax.set_mesh(mesh):`, or pass a fn that "
-                "sets the mesh as the model expects it; a mesh of one device is enough: jax.make_mesh((1,), ('data',))."
+                "sets the mesh as the model expects it; a mesh of one device is enough."
             )
         raise
     uses = _Uses()
