@@ -78,9 +78,9 @@ struct SmallFloats {
 
  private:
   LOWBIT_INLINE HalfWords half_of_high_bytes(HalfWords codes) const {
-    const HalfWords magnitude = (codes & 0x7f00) >> static_cast<uint16_t>(8 - shift);
-    const HalfWords top = HalfWords{} + static_cast<uint16_t>(nan_from << shift);
-    const HalfWords code = HalfWords{} + static_cast<uint16_t>(nan_code << 8);
+    const uint16_t right = static_cast<uint16_t>(8 - shift), first = static_cast<uint16_t>(nan_from << shift);
+    const uint16_t only = static_cast<uint16_t>(nan_code << 8);
+    const HalfWords magnitude = (codes & 0x7f00) >> right, top = HalfWords{} + first, code = HalfWords{} + only;
     const HalfWords is_nan =
         nan_code < 0 ? reinterpret_cast<HalfWords>(magnitude >= top) : reinterpret_cast<HalfWords>(codes == code);
     return (codes & 0x8000) | magnitude | (is_nan & 0x7e00);
