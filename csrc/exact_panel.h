@@ -65,24 +65,12 @@ LOWBIT_INLINE void decode_lines(const D& decoder, const Matrix& w, int64_t row, 
   }
 }
 
-// Contracts the first stored axis: the panel is (k, columns), and x is packed by tiles of rows as (slab, tile, k, row).
+// Contracts the first stored axis: the panel is (k, columns).
 template <typename D>
 bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                         const Parallel& parallel) {
   const int64_t tiles = ceil_div(p.m, kTileRows);
   const auto tile_begin = [&](int64_t tile) { return p.m * tile / tiles; };
-  float* packed = buffer<float>(Scratch::call_pack, p.m * p.k);
-  if (packed == nullptr) return false;
-  parallel.each(ceil_div(p.k, kPanelDepth), [&](int64_t i) {
-    const int64_t slab = i * kPanelDepth, depth = min(kPanelDepth, p.k - slab);
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
-      float* out = packed + slab * p.m + begin * depth;
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t k = 0; k < depth; ++k) out[k * rows + r] = x[(begin + r) * p.k + slab + k];
-      }
-    }
-  });
   const int64_t lines = ceil_div(p.n, kLine);
   const int64_t tasks = min(lines, parallel.threads() * (p.m >= 48 ? 4 : 2));
   parallel.each(tasks, [&](int64_t t) {
@@ -101,7 +89,7 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
           if (column >= p.n) break;
           for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
-            const float* a = packed + slab * p.m + begin * depth;
+            const float* a = x + begin * p.k + slab;
             const int64_t columns = p.n - column;
             const bool first = slab == 0;
             const auto done = [y = y + begin * p.n + column, n = p.n, columns, first](int r, F sums[kTileVectors]) {
@@ -118,7 +106,7 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
             };
             with_constant<kTileRows>(rows, [&](auto count) {
               const float* b = panel + sub * kPanelDepth * kTileLanes;
-              multiply_tile<count.value, kTileVectors>(depth, a, 1, count.value, b, done);
+              multiply_tile<count.value, kTileVectors>(depth, a, p.k, 1, b, done);
             });
           }
         }
@@ -126,6 +114,22 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
     }
   });
   return true;
+}
+
+// out[k * step + r] = x[m + r, column + k] for kLanes rows r and two vectors of columns in the decoder's order; zeros
+// past the end of x.
+template <typename D>
+LOWBIT_INLINE void pack_rows(const Matmul& p, const float* x, int64_t m, int64_t column, float* out, int64_t step) {
+  Bytes v[2][kLanes] = {};
+  for (int64_t r = 0; r < min(kLanes, p.m - m); ++r) {
+    float pair[2 * kLanes];
+    unordered_pair<D>(x + (m + r) * p.k + column, p.k - column, pair);
+    for (int i = 0; i < 2; ++i) v[i][r] = load_as<Bytes>(pair + i * kLanes);
+  }
+  for (int i = 0; i < 2; ++i) {
+    transpose_dwords(v[i]);
+    for (int k = 0; k < kLanes; ++k) store_as(out + (i * kLanes + k) * step, v[i][k]);
+  }
 }
 
 // Contracts the last stored axis: vectors run along the rows of x, packed as (slab, tile, k, row) with k in the
@@ -136,19 +140,15 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
   constexpr int kRows = kWidth == 1 ? 12 : kTileRows * kTileVectors / kWidth;  // as many sums as registers hold
   constexpr int64_t kStored = 48, kDepth = 128;  // stored rows and columns decoded at a time, 24 KB
   constexpr int64_t kTile = kWidth * kLanes;
-  static_assert(kStored % kRows == 0 && kDepth % kLine == 0, "");
+  static_assert(kStored % kRows == 0 && kStored % kLanes == 0 && kDepth % kLine == 0, "");
   const int64_t tiles = ceil_div(p.m, kTile), width = tiles * kTile, depth = round_up(p.k, kLine);
   float* packed = buffer<float>(Scratch::call_pack, width * depth);
   if (packed == nullptr) return false;
   parallel.each(ceil_div(depth, kDepth), [&](int64_t i) {
     const int64_t slab = i * kDepth, steps = min(kDepth, depth - slab);
-    for (int64_t m = 0; m < width; ++m) {
+    for (int64_t m = 0; m < width; m += kLanes) {
       float* out = packed + slab * width + m / kTile * (steps * kTile) + m % kTile;
-      for (int64_t k = 0; k < steps; k += 2 * kLanes) {
-        float v[2 * kLanes] = {};
-        if (m < p.m) unordered_pair<D>(x + m * p.k + slab + k, p.k - slab - k, v);
-        for (int lane = 0; lane < 2 * kLanes; ++lane) out[(k + lane) * kTile] = v[lane];
-      }
+      for (int64_t k = 0; k < steps; k += 2 * kLanes) pack_rows<D>(p, x, m, slab + k, out + k * kTile, kTile);
     }
   });
   bool enough_memory = true;
@@ -181,8 +181,15 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
         }
       }
     }
-    for (int64_t m = 0; m < p.m; ++m) {
-      for (int64_t r = 0; r < rows; ++r) y[m * p.n + row + r] = sums[r * width + m];
+    for (int64_t m = 0; m < p.m; m += kLanes) {
+      for (int64_t r = 0; r < rows; r += kLanes) {
+        Bytes v[kLanes];
+        for (int i = 0; i < kLanes; ++i) v[i] = load_as<Bytes>(sums + (r + i) * width + m);
+        transpose_dwords(v);
+        for (int64_t i = 0; i < min(kLanes, p.m - m); ++i) {
+          store(y + (m + i) * p.n + row + r, reinterpret_cast<F>(v[i]), min(kLanes, rows - r));
+        }
+      }
     }
   });
   return enough_memory;
