@@ -98,7 +98,7 @@ LOWBIT_INLINE void dot_row_short(const D& decoder, const uint8_t* bytes, int64_t
 }
 
 // Multiplies the stored rows [begin, end). Not inlined, so that the decoder's tables stay in registers. `held` is a
-// buffer for a row of scales, `codes` one for a row of joined codes.
+// buffer for scales, `codes` one for a row of joined codes.
 template <int kM, typename D>
 __attribute__((noinline)) void dot_rows(const D& shared, const Matrix& w, int64_t begin, int64_t end, const float* x,
                                         int64_t width, bool along, float* held, uint8_t* codes, float* y,
@@ -106,8 +106,9 @@ __attribute__((noinline)) void dot_rows(const D& shared, const Matrix& w, int64_
   const D decoder = shared;
   const int64_t columns = w.w.columns, block = along ? w.w.col_span : columns;
   const int64_t each = along && short_blocks(w.w) ? block / kLanes : 0;
+  RowScales row_scales(w, begin, end, held);
   for (int64_t row = begin; row < end; ++row) {
-    const float* scales = along ? w.scales(row, 0, w.w.scale_cols, held) : nullptr;
+    const float* scales = along ? row_scales.of(row) : nullptr;
     const uint8_t* bytes = w.rows<D>(row, 1, codes);
     if (each == 1) {
       dot_row_short<kM, 1>(decoder, bytes, columns, x, width, scales, y + row, y_stride);
@@ -116,6 +117,7 @@ __attribute__((noinline)) void dot_rows(const D& shared, const Matrix& w, int64_
     } else {
       dot_row<kM>(decoder, bytes, columns, x, width, scales, block, y + row, y_stride);
     }
+    for (int m = 0; along && m < kM; ++m) y[m * y_stride + row] *= row_scales.factor(row);
   }
 }
 
@@ -135,7 +137,7 @@ bool matmul_dot(const D& decoder, const Matmul& p, const Matrix& w, const float*
   parallel.each(shares.count, [&](int64_t t) {
     const int64_t begin = shares.begins[t] * unit, end = min(p.n, shares.begins[t + 1] * unit);
     float* scaled = buffer<float>(Scratch::task_panel, p.m * width);
-    float* held = buffer<float>(Scratch::task_scales, max(p.w.scale_cols, kLine));
+    float* held = buffer<float>(Scratch::task_scales, max(RowScales::buffer_size(p.w), kLine));
     uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
     if (scaled == nullptr || held == nullptr || codes == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);

@@ -19,6 +19,9 @@ inline bool stream_fits(const Weights& w) {
   return along || across;
 }
 
+// Whether the sums lack a factor of their column, which is part of all scales in it.
+LOWBIT_INLINE bool factors_later(const Matrix& w) { return w.w.col_span == 1 && w.has_factors(false); }
+
 // What the rows of a group are multiplied by: for row r of the group and row m of x, in block b of the columns.
 struct Factors {
   const float* at;
@@ -139,9 +142,14 @@ void stream_rows(const D& decoder, const Matrix& w, const float* x, int64_t k, i
   const int64_t lines = columns / kLine, rest = columns % kLine;
   const int64_t width = sums_width(kM, round_up(columns, kLine));
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
+  const bool later = kAlong && factors_later(w);
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = kAlong ? min(end, (block / w.w.row_span + 1) * w.w.row_span) : end;
-    const float* scales = kAlong ? w.scales(block / w.w.row_span, 0, columns, scaled) : nullptr;
+    const float* scales = nullptr;
+    if (kAlong) {
+      const int64_t scale_row = block / w.w.row_span;
+      scales = later ? w.without_factors(scale_row, 0, columns, scaled) : w.scales(scale_row, 0, columns, scaled);
+    }
     float last_scales[kLine] = {};
     if (kAlong) memcpy(last_scales, scales + lines * kLine, static_cast<size_t>(rest) * 4);
     for (int64_t row = block; row < block_end; row += kGroup) {
@@ -251,7 +259,11 @@ void stream_tables(const D& decoder, const Matrix& w, const float* x, int64_t be
         for (int i = 0; i < kVectors; ++i) store(partial + at + i * kLanes, acc[i]);
       }
     }
-    const float* scales = along ? w.scales(block / w.w.row_span, 0, columns, scale_row) : nullptr;
+    const float* scales = nullptr;
+    if (along) {
+      const int64_t row = block / w.w.row_span;
+      scales = factors_later(w) ? w.without_factors(row, 0, columns, scale_row) : w.scales(row, 0, columns, scale_row);
+    }
     for (int64_t at = 0; at < width; at += 2 * kLanes) {
       F pair[2] = {load(partial + at), load(partial + at + kLanes)};
       NibbleVectors<false>::order(pair);
@@ -276,16 +288,18 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
   const int64_t unit = p.w.col_span == 1 && p.w.row_span * parallel.threads() <= p.k ? p.w.row_span : 64;
   const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n * p.m));
   const int64_t tasks = shares.count;
-  float* sums = buffer<float>(Scratch::call_sums, tasks * p.m * width);
+  float* sums = buffer<float>(Scratch::call_sums, tasks * p.m * width + width);
   if (sums == nullptr) return false;
+  float* factors = factors_later(w) ? sums + tasks * p.m * width : nullptr;
+  if (factors != nullptr) w.factors(false, 0, p.n, factors);
   bool enough_memory = true;
   parallel.each(tasks, [&](int64_t t) {
     const int64_t begin = shares.begins[t] * unit, end = min(p.k, shares.begins[t + 1] * unit);
     float* partial = buffer<float>(Scratch::task_panel, p.m * width);
     const int64_t factors_size = max(p.w.scale_cols * (p.m * kGroupRows<2> + 1), p.n);
-    float* factors = buffer<float>(Scratch::task_scales, factors_size);
+    float* scaled = buffer<float>(Scratch::task_scales, factors_size);
     uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kGroupRows<2> * p.n : 1);
-    if (partial == nullptr || factors == nullptr || codes == nullptr) {
+    if (partial == nullptr || scaled == nullptr || codes == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
@@ -297,16 +311,16 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
         if (nibbles == nullptr || partial == nullptr) {
           __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
         } else {
-          stream_tables(decoder, w, x, begin, end, sums + t * width, partial, factors, nibbles);
+          stream_tables(decoder, w, x, begin, end, sums + t * width, partial, scaled, nibbles);
         }
         return;
       }
     }
     with_constant<kStreamRows>(p.m, [&](auto m) {
       if (p.w.col_span == 1) {
-        stream_rows<m.value, true>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors, codes);
+        stream_rows<m.value, true>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, scaled, codes);
       } else {
-        stream_rows<m.value, false>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, factors, codes);
+        stream_rows<m.value, false>(decoder, w, x, p.k, begin, end, sums + t * p.m * width, partial, scaled, codes);
       }
     });
   });
@@ -314,6 +328,7 @@ bool matmul_stream(const D& decoder, const Matmul& p, const Matrix& w, const flo
     for (int64_t n = 0; n < p.n; n += kLanes) {
       F total = load(sums + m * width + n);
       for (int64_t t = 1; t < tasks; ++t) total += load(sums + (t * p.m + m) * width + n);
+      if (factors != nullptr) total *= load(factors + n);
       store(y + m * p.n + n, total, min(kLanes, p.n - n));
     }
   };

@@ -8,7 +8,15 @@ namespace lowbit::LOWBIT_ISA {
 
 #if defined(LOWBIT_DOTS)
 
-constexpr int64_t kFastGroup = 8;  // stored rows read in parallel
+constexpr int64_t kFastGroup = 8;  // stored rows that are interleaved at a time
+
+// Groups of rows whose sums stay in registers: as many as blocks of 32 rows have, if there are enough registers and
+// a vector is a whole line of the cache. Rows are often a power of two apart, so of a line that is read in two halves
+// the second is no longer in L1 after 32 rows.
+template <int kM, typename D>
+constexpr int64_t kFastGroups = kBytes < 64 || kM > 1 || D::kPerByte == 8 ? 1
+                                : D::kPerByte == 1                        ? 2
+                                                                          : 4;
 
 // With several rows of x, strips of so many bytes of so many rows are read at a time: their sums stay in L1.
 constexpr int64_t kFewStrip = 256, kFewDepth = 64;
@@ -71,73 +79,112 @@ LOWBIT_INLINE void add_two(const D& decoder, I& sum, Bytes a, I xa, Bytes b, I x
   add_code<i>(decoder, sum, b, xb);
 }
 
+template <bool kFirst>
+LOWBIT_INLINE I first_sum(const FastSums& to, int m, int64_t at) {
+  return kFirst ? splat(to.seeds + m) : load_as<I>(to.partial + at);
+}
+template <bool kLast>
+LOWBIT_INLINE void put_sum(I sum, const FastSums& to, int m, int64_t at) {
+  if (!kLast) return store_as(to.partial + at, sum);
+  F scale = broadcast(to.x_scales[m]);
+  if (to.scales != nullptr) scale *= load(to.scales + at - m * to.width);
+  store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
+}
+
+// Loads four rows and four more, and interleaves each four.
+LOWBIT_INLINE void load_group(const uint8_t* const rows[kFastGroup], int64_t byte, Bytes v[kFastGroup]) {
+  for (int r = 0; r < kFastGroup; ++r) v[r] = load_as<Bytes>(rows[r] + byte);
+  interleave_rows(v);
+  interleave_rows(v + 4);
+}
+
+// The i-th and later codes of kBytes of the rows `a` and `b`, times q (kM, kFastGroup), are added to the sums.
 template <int kM, bool kFirst, bool kLast, int i = 0, typename D>
 LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, const int8_t* q, const FastSums& to, int64_t at) {
   if constexpr (i < D::kPerByte) {
     for (int m = 0; m < kM; ++m, at += to.width, q += kFastGroup) {
-      I sum = kFirst ? splat(to.seeds + m) : load_as<I>(to.partial + at);
+      I sum = first_sum<kFirst>(to, m, at);
       add_two<i>(decoder, sum, a, splat(q), b, splat(q + 4));
-      if (kLast) {
-        F scale = broadcast(to.x_scales[m]);
-        if (to.scales != nullptr) scale *= load(to.scales + at - m * to.width);
-        store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
-      } else {
-        store_as(to.partial + at, sum);
-      }
+      put_sum<kLast>(sum, to, m, at);
     }
     at -= kM * to.width;
     add_codes<kM, kFirst, kLast, i + 1>(decoder, a, b, q - kM * kFastGroup, to, at + kLanes);
   }
 }
 
-// Adds kFastGroup stored rows times q (kM, kFastGroup), kBytes of each row at a time. The last rows may be repeated,
-// with q = 0.
+// The same for one row of x, whose sums are in registers.
+template <int i = 0, typename D>
+LOWBIT_INLINE void add_codes(const D& decoder, I (&sums)[D::kPerByte], Bytes a, Bytes b, I xa, I xb) {
+  if constexpr (i < D::kPerByte) {
+    add_two<i>(decoder, sums[i], a, xa, b, xb);
+    add_codes<i + 1>(decoder, sums, a, b, xa, xb);
+  }
+}
+
+// Adds `groups` of kFastGroup stored rows times q (kM, kFastGroup) of each, kBytes of each row at a time. The last rows
+// may be repeated, with q = 0.
 template <int kM, bool kFirst, bool kLast, typename D>
-__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[kFastGroup], int64_t parts,
+__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const* rows, int64_t groups, int64_t parts,
                                              int64_t ahead, const int8_t* from, const FastSums& where) {
+  constexpr int kPer = D::kPerByte;
   const D decoder = shared;
   const FastSums to = where;  // copies that the stores cannot alias
-  int8_t q[kM * kFastGroup];
+  int8_t q[kFastGroups<kM, D> * kM * kFastGroup];
   memcpy(q, from, sizeof(q));
   for (int64_t part = 0; part < parts; ++part) {
+    const int64_t byte = part * kBytes, at = part * 4 * kLanes * kPer;
     Bytes v[kFastGroup];
-    for (int r = 0; r < kFastGroup; ++r) {
-      if (part * kBytes % 64 == 0) prefetch(rows[r] + part * kBytes + ahead);
-      v[r] = load_as<Bytes>(rows[r] + part * kBytes);
-    }
-    interleave_rows(v);
-    interleave_rows(v + 4);
-    for (int j = 0; j < 4; ++j) {
-      add_codes<kM, kFirst, kLast>(decoder, v[j], v[4 + j], q, to, (part * 4 + j) * kLanes * D::kPerByte);
+    if constexpr (kFastGroups<kM, D> == 1) {
+      for (int r = 0; byte % 64 == 0 && r < kFastGroup; ++r) prefetch(rows[r] + byte + ahead);
+      load_group(rows, byte, v);
+      for (int j = 0; j < 4; ++j) {
+        add_codes<kM, kFirst, kLast>(decoder, v[j], v[4 + j], q, to, at + j * kLanes * kPer);
+      }
+    } else {
+      I sums[4][kPer];
+      for (int s = 0; s < 4 * kPer; ++s) sums[s / kPer][s % kPer] = first_sum<kFirst>(to, 0, at + s * kLanes);
+      for (int64_t g = 0; g < groups; ++g) {
+        for (int r = 0; r < kFastGroup; ++r) prefetch_far(rows[g * kFastGroup + r] + byte + ahead);
+        load_group(rows + g * kFastGroup, byte, v);
+        const I xa = splat(q + g * kFastGroup), xb = splat(q + g * kFastGroup + 4);
+        for (int j = 0; j < 4; ++j) add_codes(decoder, sums[j], v[j], v[4 + j], xa, xb);
+      }
+      for (int s = 0; s < 4 * kPer; ++s) put_sum<kLast>(sums[s / kPer][s % kPer], to, 0, at + s * kLanes);
     }
   }
 }
 
-// Up to kFastGroup stored rows from some byte on, and x for them.
-template <int kM>
-struct FastGroup {
-  const uint8_t* rows[kFastGroup];
-  int8_t q[kM][kFastGroup] = {};  // zeros for missing rows
+// Stored rows from some byte on, in groups, and x for them.
+template <int kM, typename D>
+struct FastGroups {
+  static constexpr int64_t kRows = kFastGroups<kM, D> * kFastGroup;
+  const uint8_t* rows[kRows];
+  int64_t groups;
+  int8_t q[kRows / kFastGroup][kM][kFastGroup] = {};  // zeros for missing rows
 
-  FastGroup(const FewRows& x, int64_t row, int64_t count, const uint8_t* first, int64_t row_bytes) {
-    for (int m = 0; m < kM; ++m) memcpy(q[m], x.q + m * x.step + row, static_cast<size_t>(count));
-    for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
+  FastGroups(const FewRows& x, int64_t row, int64_t count, const uint8_t* first, int64_t row_bytes)
+      : groups(ceil_div(count, kFastGroup)) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const size_t here = static_cast<size_t>(min(kFastGroup, count - g * kFastGroup));
+      for (int m = 0; m < kM; ++m) memcpy(q[g][m], x.q + m * x.step + row + g * kFastGroup, here);
+    }
+    for (int64_t r = 0; r < kRows; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
   }
 
-  template <typename D>
-  void add(const D& decoder, int64_t bytes, int64_t ahead, bool first, bool last, const FastSums& to) {
+  // `may_read`: bytes past the end of the rows can be read, since other rows follow.
+  void add(const D& decoder, int64_t bytes, bool may_read, int64_t ahead, bool first, bool last, const FastSums& to) {
     auto run = last ? add_fast_rows<kM, false, true, D> : add_fast_rows<kM, false, false, D>;
     if (first) run = last ? add_fast_rows<kM, true, true, D> : add_fast_rows<kM, true, false, D>;
-    const int64_t parts = bytes / kBytes, rest = bytes % kBytes;
-    run(decoder, rows, parts, ahead, q[0], to);
-    if (rest == 0) return;
+    const int64_t parts = (may_read ? bytes + kBytes - 1 : bytes) / kBytes, rest = bytes - parts * kBytes;
+    run(decoder, rows, groups, parts, ahead, q[0][0], to);
+    if (rest <= 0) return;
     // The last bytes of the rows, copied so that kBytes can be read.
-    uint8_t ends[kFastGroup][kBytes] = {};
-    for (int64_t r = 0; r < kFastGroup; ++r) {
+    uint8_t ends[kRows][kBytes] = {};
+    for (int64_t r = 0; r < kRows; ++r) {
       memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
       rows[r] = ends[r];
     }
-    run(decoder, rows, 1, 0, q[0], to.from(parts * kBytes * D::kPerByte));
+    run(decoder, rows, groups, 1, 0, q[0][0], to.from(parts * kBytes * D::kPerByte));
   }
 };
 
@@ -150,11 +197,17 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
   const int64_t width = sums_width(kM, tiles * kColumns);
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
   float* scales = buffer<float>(Scratch::task_scales, width);
-  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup * row_bytes : 1);
+  constexpr int64_t kRows = FastGroups<kM, D>::kRows;
+  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kRows * row_bytes : 1);
   if (partial == nullptr || scales == nullptr || codes == nullptr) return false;
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   const bool whole = kM == 1 || w.joined();
-  const int64_t depth = whole ? kFastGroup : kFewDepth, strip = whole ? row_bytes : kFewStrip;
+  if (kRows > kFastGroup && !w.joined()) {
+    // Later rows are prefetched while those before them are read.
+    const int64_t bytes = min(kRows, end - begin) * row_bytes;
+    for (int64_t at = 0; at < bytes; at += 64) prefetch_far(w.rows<D>(begin, 1, nullptr) + at);
+  }
+  const int64_t depth = whole ? kRows : kFewDepth, strip = whole ? row_bytes : kFewStrip;
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = min(end, (block / tiling.span + 1) * tiling.span);
     int32_t seeds[kM] = {};
@@ -171,12 +224,15 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
       if (tiling.blocked) w.prefetch_scales(block / w.w.row_span + 1, row - block, rows_end - block, w.w.row_span);
       for (int64_t byte = 0; byte < row_bytes; byte += strip) {
         const int64_t bytes = min(strip, row_bytes - byte);
-        int64_t ahead = 2 * kFastGroup * row_bytes;
+        int64_t ahead = max(kRows, 2 * kFastGroup) * row_bytes;
         if (!whole) ahead = byte + strip < row_bytes ? strip : depth * row_bytes - byte;
-        for (int64_t at = row; at < rows_end; at += kFastGroup) {
-          const int64_t count = min(kFastGroup, rows_end - at);
-          FastGroup<kM> group(x, at, count, w.rows<D>(at, count, codes) + byte, row_bytes);
-          group.add(decoder, bytes, ahead, at == block, at + count == block_end, to.from(byte * D::kPerByte));
+        for (int64_t at = row; at < rows_end; at += kRows) {
+          const int64_t count = min(kRows, rows_end - at);
+          FastGroups<kM, D> groups(x, at, count, w.rows<D>(at, count, codes) + byte, row_bytes);
+          // kBytes from the last byte of a row on are in the rows that follow.
+          const bool may_read = !w.joined() && (w.w.rows - at - count) * row_bytes >= kBytes;
+          groups.add(decoder, bytes, may_read, ahead, at == block, at + count == block_end,
+                     to.from(byte * D::kPerByte));
         }
       }
     }
@@ -231,7 +287,7 @@ LOWBIT_INLINE void add_chunk(const D& decoder, I& sum, Bytes codes, const int8_t
   }
 }
 
-// y[n] for the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` is a buffer for a row's scales,
+// y[n] for the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` is a buffer for scales,
 // `joined` one for its joined codes.
 template <typename D>
 __attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tiling, const Matrix& w, const int8_t* x,
@@ -240,8 +296,9 @@ __attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tili
   const D decoder = shared;
   constexpr int64_t kCodes = kBytes * D::kPerByte;
   const int64_t row_bytes = w.w.row_bytes, spans = max(w.w.col_span / tiling.span, 1);
+  RowScales row_scales(w, begin, end, scaled + tiling.spans);
   for (int64_t row = begin; row < end; ++row) {
-    const float* scales = w.scales(row, 0, w.w.scale_cols, scaled + tiling.spans);
+    const float* scales = row_scales.of(row);
     const int64_t shared = tiling.block / tiling.span;
     for (int64_t b = 0; b < tiling.spans; ++b) scaled[b] = x_scales[b / shared] * scales[b / spans];
     const uint8_t* bytes = w.rows<D>(row, 1, joined);
@@ -263,7 +320,7 @@ __attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tili
       }
       total = fma(to_float(sum), broadcast(scaled[b]), total);
     }
-    y[row] = sum_of(total);
+    y[row] = sum_of(total) * row_scales.factor(row);
   }
 }
 
@@ -283,7 +340,7 @@ bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, cons
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
     const int64_t begin = shares.begins[t], end = shares.begins[t + 1];
-    float* scaled = buffer<float>(Scratch::task_scales, tiling.spans + p.w.scale_cols);
+    float* scaled = buffer<float>(Scratch::task_scales, tiling.spans + RowScales::buffer_size(p.w));
     uint8_t* joined = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
     if (scaled == nullptr || joined == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
     if (is_short) return short_dots(decoder, tiling, w, short_row, begin, end, scaled, joined, y);

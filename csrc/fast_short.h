@@ -70,7 +70,7 @@ LOWBIT_INLINE void add_short(const D& decoder, I& sum, Bytes codes, const int8_t
   }
 }
 
-// y[n] for the stored rows [begin, end). `held` is a buffer for a row's scales, `joined` one for its joined codes.
+// y[n] for the stored rows [begin, end). `held` is a buffer for scales, `joined` one for its joined codes.
 template <typename D>
 __attribute__((noinline)) void short_dots(const D& shared, const FastTiling& tiling, const Matrix& w, const ShortX& x,
                                           int64_t begin, int64_t end, float* held, uint8_t* joined, float* y) {
@@ -82,8 +82,9 @@ __attribute__((noinline)) void short_dots(const D& shared, const FastTiling& til
   for (int i = 0; i < kLanes; ++i) order[i] = static_cast<int32_t>(i / per_span);
   // x is zero past the end of a row, so what follows the row in memory may be read with it.
   const uint8_t* last = w.joined() ? nullptr : w.codes + w.w.rows * row_bytes - kBytes;
+  RowScales row_scales(w, begin, end, held);
   for (int64_t row = begin; row < end; ++row) {
-    const float* scales = w.scales(row, 0, w.w.scale_cols, held);
+    const float* scales = row_scales.of(row);
     const uint8_t* bytes = w.rows<D>(row, 1, joined);
     F total = zero();
     int64_t span = 0, lane = 0;
@@ -102,7 +103,7 @@ __attribute__((noinline)) void short_dots(const D& shared, const FastTiling& til
       const F scale = reordered(some, order) * load(x.scales + lane);
       total = fma(to_float(sum), scale, total);
     }
-    y[row] = sum_of(total);
+    y[row] = sum_of(total) * row_scales.factor(row);
   }
 }
 

@@ -159,6 +159,9 @@ struct Matrix {
     return out;
   }
 
+  // The same without their factors, if they have any (`has_factors`).
+  const float* without_factors(int64_t row, int64_t col, int64_t count, float* out) const;
+
   LOWBIT_INLINE const uint8_t* scale_codes(int64_t row, int64_t col) const {
     return static_cast<const uint8_t*>(w.scales) + (scale_layer * w.scale_rows + row) * w.scale_cols + col;
   }
@@ -197,27 +200,30 @@ struct Matrix {
   void decode_scales(int64_t matrix, int64_t row, int64_t col, int64_t count, float* out) const;
 };
 
-// out[i] = value of code i * factor[i * factor_step]. Inlined, so that the kind of floats is a constant.
+// out[i] = value of code i * factor[i * factor_step], or without `unit` if there is no factor. Inlined, so that the
+// kind of floats is a constant.
 LOWBIT_INLINE void decode_small_floats(const SmallFloats& floats, const uint8_t* codes, int64_t count,
                                        const float* factor, int64_t factor_step, float* out) {
+  const bool plain = factor == nullptr;
+  const F unit = broadcast(floats.unit), same = plain ? unit : unit * broadcast(*factor);
+  const auto times = [&](F value, int64_t i, int64_t lanes) {
+    if (plain) return value;
+    if (factor_step == 0) return value * same;
+    return value * unit * (lanes == kLanes ? load(factor + i) : load(factor + i, lanes));
+  };
   int64_t i = 0;
-  const F same = broadcast(*factor);
 #if defined(LOWBIT_AVX2)
   for (; i + 16 <= count; i += 16) {
     const __m256i half = floats.half_of_16(codes + i);
-    const F a = _mm256_cvtph_ps(_mm256_castsi256_si128(half)) * broadcast(floats.unit);
-    const F b = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)) * broadcast(floats.unit);
-    store(out + i, a * (factor_step == 0 ? same : load(factor + i)));
-    store(out + i + 8, b * (factor_step == 0 ? same : load(factor + i + 8)));
+    store(out + i, times(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), i, kLanes));
+    store(out + i + 8, times(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), i + 8, kLanes));
   }
 #endif
-  for (; i + kLanes <= count; i += kLanes) {
-    store(out + i, floats.decode(codes + i) * (factor_step == 0 ? same : load(factor + i)));
-  }
+  for (; i + kLanes <= count; i += kLanes) store(out + i, times(floats.without_unit(codes + i), i, kLanes));
   if (i < count) {
     uint8_t rest[kLanes] = {};
     memcpy(rest, codes + i, static_cast<size_t>(count - i));
-    store(out + i, floats.decode(rest) * (factor_step == 0 ? same : load(factor + i, count - i)), count - i);
+    store(out + i, times(floats.without_unit(rest), i, count - i), count - i);
   }
 }
 
@@ -269,6 +275,52 @@ inline void Matrix::decode_scales(int64_t matrix, int64_t row, int64_t col, int6
       for (int64_t i = 0; i < count; ++i) out[i] *= group[i * group_step];
   }
 }
+
+inline const float* Matrix::without_factors(int64_t row, int64_t col, int64_t count, float* out) const {
+  if (w.scale_type == ScaleType::signed8) {
+    decode_small_floats(signed8(), scale_codes(row, col), count, nullptr, 0, out);
+  } else {
+    decode_small_floats(e4m3(), scale_codes(row, col), count, nullptr, 0, out);
+  }
+  return out;
+}
+
+// The scales of stored rows one after the other, for products that contract the last axis. Rows may have few scales, so
+// small floats are decoded for several rows at once, without the factor of their row, which multiplies the result.
+class RowScales {
+ public:
+  static int64_t buffer_size(const Weights& w) { return kRows * (w.scale_cols + 1); }
+
+  // The rows [begin, end); `held` is a buffer.
+  RowScales(const Matrix& w, int64_t begin, int64_t end, float* held)
+      : w_(w),
+        next_(begin),
+        end_(end),
+        later_(w.has_factors(true)),
+        held_(held),
+        factors_(held + kRows * w.w.scale_cols) {}
+
+  // To be called for each row in order, before `factor`.
+  LOWBIT_INLINE const float* of(int64_t row) {
+    if (!later_) return w_.scales(row, 0, w_.w.scale_cols, held_);
+    if (row == next_) {
+      const int64_t rows = min(min(kRows, max(kAtOnce / w_.w.scale_cols, 1)), end_ - row);
+      w_.without_factors(row, 0, rows * w_.w.scale_cols, held_);
+      w_.factors(true, row, rows, factors_);
+      first_ = row;
+      next_ = row + rows;
+    }
+    return held_ + (row - first_) * w_.w.scale_cols;
+  }
+  LOWBIT_INLINE float factor(int64_t row) const { return later_ ? factors_[row - first_] : 1; }
+
+ private:
+  static constexpr int64_t kRows = 16, kAtOnce = 128;
+  const Matrix& w_;
+  int64_t first_ = 0, next_, end_;
+  bool later_;
+  float *held_, *factors_;
+};
 
 }  // namespace lowbit::LOWBIT_ISA
 

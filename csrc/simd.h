@@ -37,8 +37,8 @@ constexpr int kTileVectors = 4;  // of the register tile: 6 x 4 sums, 4 vectors,
 constexpr int kRegisters = 32;
 constexpr int kStreamRows = 4;
 constexpr int kDotRows = 4;
-constexpr bool kLooksUp16 = true;  // in one instruction
-constexpr bool kAddsBesideFma = false;
+constexpr bool kLooksUp16 = true;      // in one instruction
+constexpr bool kAddsBesideFma = true;  // shifts and lookups keep one of the two FMA units busy
 
 LOWBIT_INLINE F zero() { return _mm512_setzero_ps(); }
 LOWBIT_INLINE F broadcast(float a) { return _mm512_set1_ps(a); }

@@ -53,18 +53,19 @@ struct SmallFloats {
     odd = load_f16(half[1]);
   }
 
-  // kLanes of them, as float32. The conversion from float16 keeps subnormal numbers, also where others are flushed.
-  LOWBIT_INLINE F decode(const uint8_t* codes) const {
+  // kLanes of them, as float32 that is too small by `unit`. The conversion from float16 keeps subnormal numbers, also
+  // where others are flushed.
+  LOWBIT_INLINE F without_unit(const uint8_t* codes) const {
 #if defined(LOWBIT_AVX512)
-    return _mm512_cvtph_ps(half_of_16(codes)) * broadcast(unit);
+    return _mm512_cvtph_ps(half_of_16(codes));
 #elif defined(LOWBIT_AVX2)
     uint8_t twice[16] = {};
     memcpy(twice, codes, 8);
-    return _mm256_cvtph_ps(_mm256_castsi256_si128(half_of_16(twice))) * broadcast(unit);
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(half_of_16(twice)));
 #elif defined(LOWBIT_NEON)
     uint32_t four;
     memcpy(&four, codes, 4);
-    return vcvt_f32_f16(vget_low_f16(half_of_8<true>(vreinterpret_u8_u32(vdup_n_u32(four))))) * broadcast(unit);
+    return vcvt_f32_f16(vget_low_f16(half_of_8<true>(vreinterpret_u8_u32(vdup_n_u32(four)))));
 #else
     uint16_t half[kLanes];
     for (int i = 0; i < kLanes; ++i) {
@@ -72,9 +73,10 @@ struct SmallFloats {
       const bool is_nan = magnitude >= nan_from || codes[i] == nan_code;
       half[i] = static_cast<uint16_t>((codes[i] & 0x80) << 8 | magnitude << shift | (is_nan ? 0x7e00 : 0));
     }
-    return load_f16(half) * broadcast(unit);
+    return load_f16(half);
 #endif
   }
+  LOWBIT_INLINE F decode(const uint8_t* codes) const { return without_unit(codes) * broadcast(unit); }
 
  private:
   LOWBIT_INLINE HalfWords half_of_high_bytes(HalfWords codes) const {
