@@ -37,7 +37,7 @@ def main() -> None:
     args = measure.parser(__doc__).parse_args()
     qlora = example()
     model, _ = LanguageModel.from_gguf(demo_model_path()).quantized(qlora.NF4)
-    params = jax.tree.map(learned, adapted(model.params), is_leaf=is_implicit)
+    params = jax.tree.map(learned, adapted(model.config, model.params), is_leaf=is_implicit)
     tokens = jnp.array(model.tokenizer.encode(qlora.log_book(0))[:258]).reshape(2, 129)
     report = measure.Report(args, ["arguments", "given", "base", "temporaries", "weights built", "loss", "error"])
     found = {}

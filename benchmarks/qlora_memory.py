@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import measure
 
 import lowbit
+from lowbit.demo import llama
 from lowbit.demo.language_model import LanguageModel
 from lowbit.demo.model_file import demo_model_path
 
@@ -30,8 +31,16 @@ def example() -> Any:
     return module
 
 
-def adapted(params: Any) -> Any:
-    return lowbit.lora(params, "layers/*", rank=8, alpha=16, key=jax.random.key(0))
+def adapted(config: llama.LlamaConfig, params: Any) -> Any:
+    return lowbit.lora(
+        params,
+        "layers/*",
+        rank=8,
+        alpha=16,
+        key=jax.random.key(0),
+        fn=lambda p, tokens: llama.forward(config, p, tokens)[0],
+        args=(jax.ShapeDtypeStruct((1, 8), jnp.int32),),
+    )
 
 
 def megabytes(tree: Any) -> float:
@@ -48,8 +57,8 @@ def main() -> None:
     quantized, _ = model.quantized(qlora.NF4)
     ways = {
         "all weights": model.params,
-        "LoRA on float32": adapted(model.params),
-        "QLoRA on NF4": adapted(quantized.params),
+        "LoRA on float32": adapted(model.config, model.params),
+        "QLoRA on NF4": adapted(model.config, quantized.params),
     }
     columns = ["frozen", "trained", "MB", "gradients", "optimizer", "arguments", "temporaries", "in all"]
     report = measure.Report(args, columns)

@@ -27,7 +27,7 @@ def main() -> None:
     tokens = jax.random.randint(jax.random.key(0), (args.batch, args.length + 1), 0, model.config.vocabulary)
     calls = {}
     for way, base in bases.items():
-        trainable, frozen = lowbit.partition(adapted(base))
+        trainable, frozen = lowbit.partition(adapted(model.config, base))
         run = jax.jit(qlora.step.__wrapped__, static_argnames="config")  # without donation: repeats have one operand
         operands = trainable, frozen, qlora.OPTIMIZER.init(trainable), model.config, jnp.asarray(tokens)
         calls[way] = [lambda run=run, operands=operands: run(*operands)]
