@@ -97,7 +97,7 @@ test-gpu-aot: $(GPU)/test
 # The kernel tests on a library that checks every address and every undefined step.
 sanitize: $(VENV)/test
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/sanitize \
-	  -C cmake.define.LOWBIT_SANITIZE=ON -C build-dir=build/sanitize-objects .
+	  -C cmake.define.LOWBIT_SANITIZE=ON -C cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O1 -C build-dir=build/sanitize-objects .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python -m pytest -q tests/test_native.py tests/test_native_encode.py

@@ -21,7 +21,7 @@ KERNELS = [
         (isa, f"exact, {what}", pattern)
         for isa in ("neon",)
         for what, pattern in [
-            ("tile of 6 rows x 16 columns", r"multiply_tile<6, 4>"),
+            ("tile of 6 rows x 16 columns", r"multiply_tile<6, 4, "),
             ("1 row, NF4, scales along k", r"add_rows<1, true, 8, .*NibbleLevels<false>"),
             ("1 row, q4, scales along k", r"add_rows<1, true, 8, .*NibbleLevels<true>"),
             ("1 row, int8, scales along k", r"add_rows<1, true, 8, .*Int8"),
