@@ -74,6 +74,14 @@ LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
 #endif
 }
 
+#if defined(LOWBIT_NEON_I8MM)
+// sums[2 i + j] += dot product of the eight signed bytes of qword i of x and qword j of w
+LOWBIT_INLINE void add_matrix(I& sums, Bytes x, Bytes w) {
+  const int8x16_t a = reinterpret_cast<int8x16_t>(x), b = reinterpret_cast<int8x16_t>(w);
+  sums = reinterpret_cast<I>(vmmlaq_s32(reinterpret_cast<int32x4_t>(sums), a, b));
+}
+#endif
+
 }  // namespace lowbit::LOWBIT_ISA
 
 #endif  // LOWBIT_BYTES_NEON_H_

@@ -25,20 +25,24 @@ struct InstructionSet {
 
 #if defined(__aarch64__)
 
-inline bool has_dot_products() {
 #if defined(__APPLE__)
+inline bool has_feature(const char* name) {
   int has = 0;
   size_t size = sizeof(has);
-  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
-#else
-  constexpr unsigned long kDotProducts = 1 << 20;  // HWCAP_ASIMDDP, which old headers lack
-  return (getauxval(AT_HWCAP) & kDotProducts) != 0;
-#endif
+  return sysctlbyname(name, &has, &size, nullptr, 0) == 0 && has != 0;
 }
+inline bool has_dot_products() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+inline bool has_matrix_products() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#else
+// HWCAP_ASIMDDP and HWCAP2_I8MM, which old headers lack.
+inline bool has_dot_products() { return (getauxval(AT_HWCAP) & 1ul << 20) != 0; }
+inline bool has_matrix_products() { return (getauxval(AT_HWCAP2) & 1ul << 13) != 0; }
+#endif
 
 // From the best to the one that always runs.
 inline auto instruction_sets() {
   return std::array{
+      InstructionSet{"neon_i8mm", has_dot_products() && has_matrix_products(), &neon_i8mm::kernels},
       InstructionSet{"neon_dot", has_dot_products(), &neon_dot::kernels},
       InstructionSet{"neon", true, &neon::kernels},
       InstructionSet{"generic", true, &generic::kernels},

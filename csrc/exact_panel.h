@@ -32,6 +32,43 @@ __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int6
   for (int r = 0; r < kRows; ++r) done(r, acc[r]);
 }
 
+// What is done with the sums of a tile: no lambdas, so that decoders share the tiles.
+
+// Writes row r of the tile to y, or adds it to what an earlier slab wrote. kOrder is that of the decoder.
+template <void (*kOrder)(F*)>
+struct ToRows {
+  float* y;
+  int64_t n, columns;
+  bool first;
+
+  LOWBIT_INLINE void operator()(int r, F sums[kTileVectors]) const {
+    for (int i = 0; i < kTileVectors; i += 2) kOrder(sums + i);
+    for (int i = 0; i < kTileVectors && i * kLanes < columns; ++i) {
+      float* out = y + r * n + i * kLanes;
+      const int64_t left = columns - i * kLanes;
+      if (left >= kLanes) {
+        store(out, first ? sums[i] : sums[i] + load(out));
+      } else {
+        store(out, first ? sums[i] : sums[i] + load(out, left), left);
+      }
+    }
+  }
+};
+
+// Adds row r of the tile to sums with rows of `width`.
+template <int kWidth>
+struct AddToRows {
+  float* sums;
+  int64_t width;
+
+  LOWBIT_INLINE void operator()(int r, const F acc[kWidth]) const {
+    for (int v = 0; v < kWidth; ++v) {
+      float* sum = sums + r * width + v * kLanes;
+      store(sum, load(sum) + acc[v]);
+    }
+  }
+};
+
 // Decodes and scales a line of `rows` stored rows, in the decoder's order: vector i of row r goes to
 // out + r * row_step + vector_at[i].
 template <typename D>
@@ -90,20 +127,7 @@ bool matmul_panel_first(const D& decoder, const Matmul& p, const Matrix& w, cons
           for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t begin = tile_begin(tile), rows = tile_begin(tile + 1) - begin;
             const float* a = x + begin * p.k + slab;
-            const int64_t columns = p.n - column;
-            const bool first = slab == 0;
-            const auto done = [y = y + begin * p.n + column, n = p.n, columns, first](int r, F sums[kTileVectors]) {
-              for (int i = 0; i < kTileVectors; i += 2) D::order(sums + i);
-              for (int i = 0; i < kTileVectors && i * kLanes < columns; ++i) {
-                float* out = y + r * n + i * kLanes;
-                const int64_t left = columns - i * kLanes;
-                if (left >= kLanes) {
-                  store(out, first ? sums[i] : sums[i] + load(out));
-                } else {
-                  store(out, first ? sums[i] : sums[i] + load(out, left), left);
-                }
-              }
-            };
+            const ToRows<D::order> done{y + begin * p.n + column, p.n, p.n - column, slab == 0};
             with_constant<kTileRows>(rows, [&](auto count) {
               const float* b = panel + sub * kPanelDepth * kTileLanes;
               multiply_tile<count.value, kTileVectors>(depth, a, p.k, 1, b, done);
@@ -171,12 +195,7 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const float* b = packed + slab * width + tile * steps * kTile;
         for (int64_t r = 0; r < rows; r += kRows) {
-          const auto done = [out = sums + r * width + tile * kTile, width](int i, const F acc[kWidth]) {
-            for (int v = 0; v < kWidth; ++v) {
-              float* sum = out + i * width + v * kLanes;
-              store(sum, load(sum) + acc[v]);
-            }
-          };
+          const AddToRows<kWidth> done{sums + r * width + tile * kTile, width};
           multiply_tile<kRows, kWidth>(steps, panel + r * kDepth, kDepth, 1, b, done);
         }
       }

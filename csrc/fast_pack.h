@@ -76,30 +76,31 @@ void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, in
   memset(q + k, 0, static_cast<size_t>(tiling.slabs * tiling.slab - k));
 }
 
-// Writes the row to `packed`: [slab][row tile][group of 4 k][row of tile].
+// Writes the row to `packed`: [slab][row tile][kGroup of k][row of tile].
 template <typename D>
 void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t rows, const int8_t* q, uint8_t* packed) {
   constexpr int kSize = x_bytes(D::kSmall), kPer = D::kPerByte;
   const int64_t most = fast_rows(D::kSmall, tiling.blocked);
   const int64_t tile = m / most * most, tile_rows = min(most, rows - tile), groups = tiling.slab / 4;
   for (int64_t s = 0; s < tiling.slabs; ++s) {
-    uint8_t* out = packed + ((s * rows + tile) * groups + m - tile) * kSize;
+    uint8_t* first = packed + ((s * rows + tile) * groups + (m - tile) * kPair) * kSize;
     const int8_t* from = q + s * tiling.slab;
-    const int64_t step = tile_rows * kSize;
+    const auto out = [&](int64_t g) { return first + (g / kPair * kPair * tile_rows + g % kPair) * kSize; };
     if (!contract_last || kPer == 1) {
       for (int64_t g = 0; g < groups; ++g)
-        put_x<kSize>(from[4 * g], from[4 * g + 1], from[4 * g + 2], from[4 * g + 3], out + g * step);
+        put_x<kSize>(from[4 * g], from[4 * g + 1], from[4 * g + 2], from[4 * g + 3], out(g));
       continue;
     }
     // The four bytes of a dword, then the next code of each.
     for (int64_t g = 0; g < groups; ++g) {
       const int8_t* at = from + g / kPer * 4 * kPer + g % kPer;
-      put_x<kSize>(at[0], at[kPer], at[2 * kPer], at[3 * kPer], out + g * step);
+      put_x<kSize>(at[0], at[kPer], at[2 * kPer], at[3 * kPer], out(g));
     }
   }
 }
 
-// ---- Weights to a panel: [group of vectors][group of 4 k][vector]
+// ---- Weights to a panel: [group of vectors][kGroup of k][vector]. With pairs, a vector is two: 8 k of two columns
+// each.
 
 // Writes the i-th codes of the stored bytes to place(i).
 template <int i = 0, typename D, typename Place>
@@ -117,7 +118,7 @@ LOWBIT_INLINE void put_bytes(const D& decoder, Bytes codes, const Place& place) 
 constexpr int64_t kGroupBytes = kFastVectors * kBytes;  // bytes of a panel for four k
 
 LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) {
-  return panel + vector / kFastVectors * (depth / 4) * kGroupBytes + vector % kFastVectors * kBytes;
+  return panel + vector / kFastVectors * (depth / 4) * kGroupBytes + vector % kFastVectors * kPair * kBytes;
 }
 
 // Prefetches the rows of the next slab from left to right, a line at a time, while tiles of this one are decoded:
@@ -148,21 +149,31 @@ class NextSlab {
   int64_t row_bytes_, width_, left_;
 };
 
-// Decodes four rows of a tile.
+// From 4 columns with 4 k each in a, and 4 more k in b, to 2 columns with 8 k each.
+LOWBIT_INLINE void pair_columns(Bytes& a, Bytes& b) {
+  const Bytes low = low_dwords(a, b), high = high_dwords(a, b);
+  a = low;
+  b = high;
+}
+
+// Decodes kGroup rows of a tile.
 template <typename D>
-LOWBIT_INLINE void put_rows(const D& decoder, const uint8_t* const rows[4], int64_t depth, uint8_t* out) {
+LOWBIT_INLINE void put_rows(const D& decoder, const uint8_t* const rows[kGroup], int64_t depth, uint8_t* out) {
   for (int part = 0; part < kTileBytes<D> / kBytes; ++part) {
-    Bytes v[4];
-    for (int i = 0; i < 4; ++i) v[i] = load_as<Bytes>(rows[i] + part * kBytes);
-    interleave_rows(v);
+    Bytes v[kGroup];
+    for (int i = 0; i < kGroup; ++i) v[i] = load_as<Bytes>(rows[i] + part * kBytes);
+    for (int i = 0; i < kGroup; i += 4) interleave_rows(v + i);
     for (int j = 0; j < 4; ++j) {
       const int first = (part * 4 + j) * D::kPerByte;
-      put_bytes(decoder, v[j], [&](int i) { return vector_in(out, depth, first + i); });
+      if constexpr (kPair == 2) pair_columns(v[j], v[4 + j]);
+      for (int h = 0; h < kPair; ++h) {
+        put_bytes(decoder, v[4 * h + j], [&](int i) { return vector_in(out, depth, first + i) + h * kBytes; });
+      }
     }
   }
 }
 
-// For contracting the first axis: four stored rows at a time. Lane l of vector j * kPerByte + i is column
+// For contracting the first axis: kGroup stored rows at a time. Lane l of vector j * kPerByte + i is column
 // (j * kLanes + l) * kPerByte + i of the tile.
 template <typename D>
 void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, int64_t tile, NextSlab& next,
@@ -173,24 +184,46 @@ void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, i
   int64_t r = 0;
   if (bytes == kTileBytes<D> && !w.joined()) {
     const uint8_t* from = w.codes + k * step + byte;
-    for (; r + 4 <= min(depth, w.w.rows - k); r += 4, from += 4 * step) {
-      const uint8_t* const rows[4] = {from, from + step, from + 2 * step, from + 3 * step};
-      for (int64_t i = 0; i < kTileBytes<D>; i += 64) ahead.prefetch_four();
+    for (; r + kGroup <= min(depth, w.w.rows - k); r += kGroup, from += kGroup * step) {
+      const uint8_t* rows[kGroup];
+      for (int i = 0; i < kGroup; ++i) rows[i] = from + i * step;
+      for (int64_t i = 0; i < kPair * kTileBytes<D>; i += 64) ahead.prefetch_four();
       put_rows(decoder, rows, depth, panel + r / 4 * kGroupBytes);
     }
   }
   // The last rows, a short tile, and joined codes are copied.
-  alignas(64) uint8_t copies[4][kTileBytes<D>] = {};
-  const uint8_t* const rows[4] = {copies[0], copies[1], copies[2], copies[3]};
-  for (; r < depth; r += 4) {
-    for (int i = 0; i < 4; ++i) {
+  alignas(64) uint8_t copies[kGroup][kTileBytes<D>] = {};
+  const uint8_t* rows[kGroup];
+  for (int i = 0; i < kGroup; ++i) rows[i] = copies[i];
+  for (; r < depth; r += kGroup) {
+    for (int i = 0; i < kGroup; ++i) {
       const uint8_t* from = w.bytes<D>(min(k + r + i, w.w.rows - 1), byte, bytes, copies[i]);
       if (from != copies[i]) memcpy(copies[i], from, static_cast<size_t>(bytes));
     }
-    ahead.prefetch_four();
+    for (int i = 0; i < kPair; ++i) ahead.prefetch_four();
     put_rows(decoder, rows, depth, panel + r / 4 * kGroupBytes);
   }
   next = ahead;
+}
+
+// Decodes `count` vectors with a dword of kLanes stored rows each.
+template <typename D>
+LOWBIT_INLINE void put_dwords(const D& decoder, Bytes v[kLanes], int64_t count, uint8_t* out) {
+  constexpr int kPer = D::kPerByte;
+  if constexpr (kPair == 1) {
+    for (int64_t i = 0; i < count; ++i) {
+      put_bytes(decoder, v[i], [&](int j) { return out + (i * kPer + j) * kGroupBytes; });
+    }
+  } else {
+    // Two vectors, or two codes of the same bytes.
+    Bytes levels[kLanes * kPer];
+    for (int i = 0; i < kLanes; ++i) put_bytes(decoder, v[i], [&](int j) { return levels + i * kPer + j; });
+    for (int64_t g = 0; g < count * kPer; g += 2, out += 2 * kGroupBytes) {
+      pair_columns(levels[g], levels[g + 1]);
+      store_as(out, levels[g]);
+      store_as(out + kBytes, levels[g + 1]);
+    }
+  }
 }
 
 // For contracting the last axis: a dword of each of kLanes stored rows at a time.
@@ -217,9 +250,7 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
         }
       }
       transpose_dwords(v);
-      for (int64_t i = 0; i < min(kLanes, dwords - d); ++i) {
-        put_bytes(decoder, v[i], [&](int j) { return out + ((d + i) * D::kPerByte + j) * kGroupBytes; });
-      }
+      put_dwords(decoder, v, min(kLanes, dwords - d), out + d * D::kPerByte * kGroupBytes);
     }
   }
 }

@@ -3,6 +3,7 @@
 #define LOWBIT_FAST_TILE_H_
 
 #include "fast_pack.h"
+#include "fast_sums.h"
 
 namespace lowbit::LOWBIT_ISA {
 
@@ -10,7 +11,16 @@ namespace lowbit::LOWBIT_ISA {
 template <int kRows, int kWidth, bool kSmall>
 LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, const uint8_t* x, int64_t groups,
                                 [[maybe_unused]] int64_t fit) {
-#if defined(LOWBIT_TILE_DOTS)
+#if defined(LOWBIT_NEON_I8MM)
+  for (int64_t g = 0; g < groups; g += kPair, panel += kPair * kGroupBytes, x += kPair * kRows * 4) {
+    Bytes multipliers[kRows / kPair];
+    for (int r = 0; r < kRows / kPair; ++r) multipliers[r] = load_as<Bytes>(x + r * kBytes);
+    for (int v = 0; v < kPair * kWidth; ++v) {
+      const Bytes w = load_as<Bytes>(panel + v * kBytes);
+      for (int r = 0; r < kRows / kPair; ++r) add_matrix(sums[kPair * r + v % kPair][v / kPair], multipliers[r], w);
+    }
+  }
+#elif defined(LOWBIT_TILE_DOTS)
   for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes, x += kRows * 4) {
     Bytes w[kWidth];
     for (int v = 0; v < kWidth; ++v) w[v] = load_as<Bytes>(panel + v * kBytes);
@@ -80,7 +90,7 @@ __attribute__((noinline)) void whole_tile(const FastTile& tile) {
   I sums[kRows][kFastVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kFastVectors; ++v) {
-      sums[r][v] = t.first ? splat(t.seeds + r) : load_as<I>(whole + r * kFastColumns + v * kLanes);
+      sums[r][v] = t.first ? seeds_of(t.seeds, r) : load_as<I>(whole + r * kFastColumns + v * kLanes);
     }
   }
   add_products<kRows, kFastVectors, kSmall>(sums, t.panel, t.x, t.groups, t.fit);
@@ -94,7 +104,7 @@ __attribute__((noinline)) void whole_tile(const FastTile& tile) {
 template <int kRows, int kWidth, bool kSmall>
 __attribute__((noinline)) void blocked_tile(const FastTile& tile, int v) {
   FastTile t = tile;
-  t.panel += v * kBytes;
+  t.panel += v * kPair * kBytes;
   t.scales += v * kLanes;
   F total[kRows][kWidth];
   for (int r = 0; r < kRows; ++r) {
@@ -104,12 +114,13 @@ __attribute__((noinline)) void blocked_tile(const FastTile& tile, int v) {
     const int64_t groups = min(t.groups, t.span_groups);
     I sums[kRows][kWidth];
     for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kWidth; ++i) sums[r][i] = splat(t.seeds + r);
+      for (int i = 0; i < kWidth; ++i) sums[r][i] = seeds_of(t.seeds, r);
     }
     add_products<kRows, kWidth, kSmall>(sums, t.panel, t.x, groups, t.fit);
     for (int i = 0; i < kWidth; ++i) {
-      const F scale = load(t.scales + i * kLanes);
-      for (int r = 0; r < kRows; ++r) total[r][i] = fma(to_float(sums[r][i]), scale, total[r][i]);
+      for (int r = 0; r < kRows; ++r) {
+        total[r][i] = fma(to_float(sums[r][i]), column_scales(t.scales + i * kLanes, r), total[r][i]);
+      }
     }
     t.groups -= groups;
     t.panel += groups * kGroupBytes;
@@ -120,7 +131,7 @@ __attribute__((noinline)) void blocked_tile(const FastTile& tile, int v) {
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kWidth; ++i) {
       float* out = static_cast<float*>(t.sums) + r * kFastColumns + (v + i) * kLanes;
-      const F scale = broadcast(t.x_scales[r]);
+      const F scale = row_scales(t.x_scales, r);
       store(out, t.first ? total[r][i] * scale : fma(total[r][i], scale, load(out)));
     }
   }
@@ -165,9 +176,9 @@ void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, con
       scales[i] = p.contract_last ? w.scale(n + i, 0) : w.scale(0, n + i);
     for (int64_t m = 0; m < p.m; ++m) {
       for (int64_t v = 0; v < columns; v += kLanes) {
-        const float* from = sums + (((tile - begin) * columns + v / kFastColumns * kFastColumns) * p.m) +
-                            m * kFastColumns + v % kFastColumns;
-        store(line + v, kBlocked ? load(from) : to_float(load_as<I>(from)) * broadcast(x.scales[m]));
+        const float* from = sums + ((tile - begin) * columns + v / kFastColumns * kFastColumns) * tiling.rows;
+        const F sum = sums_of_row(from + v % kFastColumns, m);
+        store(line + v, kBlocked ? sum : to_float(as_ints(sum)) * broadcast(x.scales[m]));
       }
       const float* values = line;
       if (!p.contract_last && D::kPerByte > 1) {
@@ -187,11 +198,11 @@ void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, con
 template <bool kBlocked, typename D>
 bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x,
                 int64_t batch, int64_t begin, int64_t end) {
-  const int64_t columns = tiling.columns, spans = kBlocked ? tiling.slab / tiling.span : 1;
+  const int64_t columns = tiling.columns, rows = tiling.rows, spans = kBlocked ? tiling.slab / tiling.span : 1;
   uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::task_panel, static_cast<size_t>(tiling.slab * columns)));
   float* scales = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(spans * columns) * 4));
   float* sums =
-      static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>((end - begin) * columns * p.m) * 4));
+      static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>((end - begin) * columns * tiling.rows) * 4));
   if (panel == nullptr || scales == nullptr || sums == nullptr) return false;
   constexpr bool kSmall = D::kSmall;
   constexpr int kSize = x_bytes(kSmall), kRows = fast_rows(kSmall, kBlocked);
@@ -212,28 +223,29 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
         }
       }
       for (int64_t group = 0; group < columns / kFastColumns; ++group) {
-        for (int64_t m = 0; m < p.m; m += kRows) {
-          const int64_t rows = min(kRows, p.m - m);
+        for (int64_t m = 0; m < rows; m += kRows) {
+          const int64_t height = min(kRows, rows - m);
           FastTile t;
           t.panel = panel + group * (depth / 4) * kGroupBytes;
-          t.x = x.packed + (slab * p.m + m) * (tiling.slab / 4) * kSize;
+          t.x = x.packed + (slab * rows + m) * (tiling.slab / 4) * kSize;
           t.groups = depth / 4;
           t.span_groups = tiling.span / 4;
           t.fit = decoder.fit();
           t.first = slab == 0;
-          t.seeds = x.seeds + (kBlocked ? k / tiling.span * p.m : 0) + m;
-          t.x_scales = x.scales + (kBlocked ? k / tiling.block * p.m : 0) + m;
-          t.seed_step = p.m;
+          t.seeds = x.seeds + (kBlocked ? k / tiling.span * rows : 0) + m;
+          t.x_scales = x.scales + (kBlocked ? k / tiling.block * rows : 0) + m;
+          t.seed_step = rows;
           t.scales = scales + group * kFastColumns;
           t.scale_step = columns;
-          t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * p.m + m) * kFastColumns;
-          with_constant<kRows>(rows, [&](auto r) {
+          t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * rows + m) * kFastColumns;
+          with_constant<kRows / kPair>(height / kPair, [&](auto pairs) {
+            constexpr int kHeight = kPair * decltype(pairs)::value;
             if constexpr (kBlocked) {
               for (int v = 0; v < kFastVectors; v += kBlockedVectors) {
-                blocked_tile<decltype(r)::value, kBlockedVectors, kSmall>(t, v);
+                blocked_tile<kHeight, kBlockedVectors, kSmall>(t, v);
               }
             } else {
-              whole_tile<decltype(r)::value, kSmall>(t);
+              whole_tile<kHeight, kSmall>(t);
             }
           });
         }

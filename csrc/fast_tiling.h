@@ -38,6 +38,13 @@ constexpr int kFastVectors = 2, kBlockedVectors = 2;
 constexpr int fast_rows(bool, bool) { return 4; }
 constexpr int x_bytes(bool) { return 8; }
 #endif
+// The rows of x and the columns that one instruction multiplies, and how many k of each it adds up.
+#if defined(LOWBIT_NEON_I8MM)
+constexpr int kPair = 2;
+#else
+constexpr int kPair = 1;
+#endif
+constexpr int kGroup = 4 * kPair;
 #if defined(LOWBIT_NEON)
 constexpr bool kSignedPanel = true;
 #else
@@ -48,7 +55,7 @@ constexpr int kFastColumns = kFastVectors * kLanes;
 // How a product is divided. All lengths along k are multiples of `unit`.
 struct FastTiling {
   bool blocked;   // otherwise one block, whose integer sums are kept until the end
-  int64_t unit;   // of k decoded at once: in a dword of stored bytes (last axis contracted) or four rows
+  int64_t unit;   // of k decoded at once: in a dword of stored bytes (last axis contracted) or kGroup rows
   int64_t block;  // of k that share a scale of x
   int64_t blocks;
   int64_t span;  // of k that share a scale of the weights, or less; divides the block
@@ -57,6 +64,7 @@ struct FastTiling {
   int64_t slabs;
   int64_t columns;  // in a tile
   int64_t tiles;    // of all columns
+  int64_t rows;     // of x, with a row of zeros if the last one has no pair
 };
 
 // Returns false if scales vary within an integer sum.
@@ -65,7 +73,7 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
   const int64_t across = p.contract_last ? p.w.row_span : p.w.col_span;
   const int64_t along = p.contract_last ? p.w.col_span : p.w.row_span;
   if (across != 1 || p.k == 0) return false;
-  tiling.unit = p.contract_last ? 4 * D::kPerByte : 4;
+  tiling.unit = p.contract_last ? max(4 * D::kPerByte, kGroup) : kGroup;
   tiling.blocked = along < p.k || p.k > kWholeRow;
   tiling.span = tiling.blocked ? along : round_up(p.k, tiling.unit);
   if (tiling.blocked && tiling.span > 512) {
@@ -84,6 +92,7 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
   tiling.slabs = ceil_div(p.k, tiling.slab);
   tiling.columns = p.contract_last ? kTileBytes<D> : kTileBytes<D> * D::kPerByte;
   tiling.tiles = ceil_div(p.n, tiling.columns);
+  tiling.rows = round_up(p.m, kPair);
   return true;
 }
 

@@ -1,5 +1,5 @@
-// The drivers of one instruction set, LOWBIT_ISA. They are compiled in three units, so that several cores share the
-// work; each unit defines some of these functions.
+// The drivers of one instruction set, LOWBIT_ISA. They are compiled in several units, so that several cores share
+// the work; each unit defines some of these functions.
 #ifndef LOWBIT_ISA_H_
 #define LOWBIT_ISA_H_
 

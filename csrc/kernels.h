@@ -173,6 +173,9 @@ extern const Kernels kernels;
 namespace neon_dot {
 extern const Kernels kernels;
 }
+namespace neon_i8mm {
+extern const Kernels kernels;
+}
 #else
 namespace avx2 {
 extern const Kernels kernels;

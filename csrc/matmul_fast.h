@@ -31,8 +31,9 @@ bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel)
 #if defined(LOWBIT_DOTS)
   if (few_rows_fit<D>(p, tiling)) return matmul_few_rows(decoder, p, tiling, parallel);
 #endif
-  const int64_t padded = tiling.slabs * tiling.slab, x_size = p.m * padded / 4 * x_bytes(D::kSmall);
-  const int64_t x_scales = tiling.blocks * p.m, x_seeds = tiling.spans * p.m;
+  const int64_t rows = tiling.rows, padded = tiling.slabs * tiling.slab,
+                x_size = rows * padded / 4 * x_bytes(D::kSmall);
+  const int64_t x_scales = tiling.blocks * rows, x_seeds = tiling.spans * rows;
   uint8_t* packed = static_cast<uint8_t*>(scratch(Scratch::call_pack, static_cast<size_t>(p.batch * x_size)));
   float* scales =
       static_cast<float*>(scratch(Scratch::call_sums, static_cast<size_t>(p.batch * (x_scales + x_seeds)) * 4));
@@ -46,18 +47,20 @@ bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel)
     if (!alone) return parallel.each(n, checked);
     for (int64_t i = 0; i < n; ++i) checked(i);
   };
-  each(p.batch * p.m, p.batch * p.m * p.k < 65536, [&](int64_t row) {
+  each(p.batch * rows, p.batch * p.m * p.k < 65536, [&](int64_t i) {
+    const int64_t b = i / rows, m = i % rows, row = b * p.m + m;
     float* wide = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.k * 4 + padded)));
     if (wide == nullptr) return false;
     const float* x = static_cast<const float*>(p.x) + row * p.k;
-    if (p.x_type != Float::f32) {
+    if (m == p.m) {
+      x = static_cast<float*>(memset(wide, 0, static_cast<size_t>(p.k) * 4));
+    } else if (p.x_type != Float::f32) {
       to_f32(p.x, p.x_type, row * p.k, p.k, wide);
       x = wide;
     }
-    const int64_t b = row / p.m;
     int8_t* q = reinterpret_cast<int8_t*>(wide + p.k);
-    quantize_row(decoder, tiling, x, p.k, row % p.m, p.m, q, seeds + b * x_seeds, scales + b * x_scales);
-    pack_row<D>(tiling, p.contract_last, row % p.m, p.m, q, packed + b * x_size);
+    quantize_row(decoder, tiling, x, p.k, m, rows, q, seeds + b * x_seeds, scales + b * x_scales);
+    pack_row<D>(tiling, p.contract_last, m, rows, q, packed + b * x_size);
     return true;
   });
   // Few rows: long runs of memory. Many rows: sums that stay in L2.

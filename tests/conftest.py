@@ -61,7 +61,7 @@ def tiny(tmp_path: Path) -> Path:
 
 # The instruction sets of this machine; LOWBIT_TEST_ISA names others, for a library that runs in an emulator.
 ARM = platform.machine() in ("aarch64", "arm64")
-ISAS = os.environ.get("LOWBIT_TEST_ISA") or ("generic,neon,neon_dot" if ARM else "generic,avx2,avx512")
+ISAS = os.environ.get("LOWBIT_TEST_ISA") or ("generic,neon,neon_dot,neon_i8mm" if ARM else "generic,avx2,avx512")
 
 
 @pytest.fixture(scope="session", params=ISAS.split(","))

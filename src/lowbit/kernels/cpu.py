@@ -1,7 +1,8 @@
 """The native kernels for CPU: load the library and call its targets.
 
 The library is built from `csrc/` with the package. `LOWBIT_NATIVE=0` disables it; `LOWBIT_ISA` names the instruction
-set to use (generic, avx2, avx512; on ARM generic, neon, neon_dot) instead of the best one that the machine has.
+set to use (generic, avx2, avx512; on ARM generic, neon, neon_dot, neon_i8mm) instead of the best one that the
+machine has.
 """
 
 import ctypes
