@@ -4,10 +4,9 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
-
 if TYPE_CHECKING:
     from . import rules, testing
+    from ._version import __version__
     from .adapters.array import LoraArray
     from .adapters.tree import lora, merge
     from .calibration.allocation import allocate
@@ -107,6 +106,7 @@ __all__ = [
 
 # The public names of each module, which is imported when one of them is first used: `lowbit --help` needs no JAX.
 _HOMES = {
+    "_version": "__version__",
     "adapters.array": "LoraArray",
     "adapters.tree": "lora merge",
     "calibration.allocation": "allocate",

@@ -14,7 +14,7 @@ from lowbit.io._atomic import atomic_write
 from lowbit.models.patterns import Rule
 from lowbit.models.report import Report
 
-from .printing import print_json
+from .printing import print_json, print_table
 from .progress import counted
 
 
@@ -124,7 +124,10 @@ class Conversion:
             totals = {"before": report.before, "after": report.after, "on_disk": report.on_disk}
             named = {"unmatched": report.unmatched, "notes": report.notes, "rules": chosen}
             return print_json({"tensors": report.as_dicts(), **totals, **named})
-        typer.echo(str(dataclasses.replace(report, unmatched=())))
+        head, *rows = report.table
+        print_table(head, rows)
+        for note in report.notes:
+            typer.echo(note)
         if chosen:
             typer.echo("The same formats by rules, which you can edit:")
             for rule in chosen:

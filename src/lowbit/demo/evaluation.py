@@ -15,7 +15,7 @@ import numpy as np
 
 from lowbit.io import Reader, open_tensors
 
-from .language_model import PROMPT_STEP, STORED, LanguageModel, model_fields, read
+from .language_model import PROMPT_STEP, STORED, LanguageModel, model_fields
 from .llama import LlamaFile
 
 # Each window is evaluated separately; its first token is not predicted.
@@ -177,7 +177,8 @@ class Evaluation:
                 f"{'KL of B from A, nats':22}{'':10}{own.divergence:>10.4g} +- {own.divergence_error:.2g}",
                 f"{'  99 % quantile':22}{'':10}{own.divergence_99:>10.4g}",
                 f"{'same top-1':22}{'':10}{own.agreement:>10.2%}",
-                f"{self.tokens:,} tokens in windows of {self.window}; perplexities of other windows do not compare.",
+                f"{self.tokens:,} tokens in windows of {self.window}.",
+                "Perplexities of other windows do not compare.",
             ]
         )
 
@@ -246,48 +247,23 @@ def speed(model: LanguageModel, prompt: Sequence[int], tokens: int) -> Speed:
     """How fast a model reads a prompt and generates after it."""
     forever: Any = _Endless()
     prompt = (list(prompt) * (PROMPT_TOKENS // len(prompt) + 1))[:PROMPT_TOKENS]
-    batch = np.asarray(prompt, np.int32)[None]
     endless = dataclasses.replace(model, tokenizer=forever)
-
-    def reading() -> None:
-        cache = model.cache(PROMPT_TOKENS + tokens)
-        jax.block_until_ready(cache)
-        with clock:
-            jax.block_until_ready(read(model.config, model.params, batch, cache, PROMPT_TOKENS - 1, model.formats))
-
-    def writing() -> None:
-        text = endless.generate(prompt, tokens + 1)
+    reading, writing = [], []
+    for _ in range(1 + RUNS):  # the first may compile
+        text, start = endless.generate(prompt, tokens + 1), time.perf_counter()
         next(text)
-        with clock:
-            for _ in text:
-                pass
-
-    seconds = []
-    for work in (reading, writing):
-        clock = _Clock()
-        for _ in range(1 + RUNS):  # the first compiles
-            work()
-        seconds.append(min(clock.seconds[1:]))
-    return Speed(PROMPT_TOKENS / seconds[0], tokens / seconds[1])
+        read = time.perf_counter()
+        for _ in text:
+            pass
+        reading.append(read - start)
+        writing.append(time.perf_counter() - read)
+    return Speed(PROMPT_TOKENS / min(reading[1:]), tokens / min(writing[1:]))
 
 
 class _Endless:
     """A tokenizer without an end token, so that every run generates the same number of tokens."""
 
     eos = None
-
-
-class _Clock:
-    """Collects the duration of each `with` block."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self.seconds.append(time.perf_counter() - self.start)
 
 
 def live_bytes() -> int:
