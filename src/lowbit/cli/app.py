@@ -251,6 +251,10 @@ def bench(
     rows: Annotated[str, typer.Option(metavar="N,...", help="Rows of x, separated by commas.")] = "1,16,256",
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Repeats; the minimum is reported.")] = 10,
     formats: Formats = "q4,nf4,int8,ternary,binary",
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Compare with onnxruntime, OpenVINO and llama.cpp, those that are installed."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time matrix products in several formats.
@@ -258,16 +262,12 @@ def bench(
     Measured on this machine, relative to float32.
     """
     with plain_errors():
+        from . import benching
         from . import formats as written
-        from .bench import products
 
         names = [written.known(name) for name in formats.split(",") if name]
-        counts = [int(m) for m in rows.split(",") if m]
-        timings = list(products(size, counts, repeat, names))
-        if as_json:
-            return print_json([t._asdict() for t in timings])
-        cells = [(str(t.rows), t.product, f"{t.microseconds:.0f}", f"{t.speedup:.2f}") for t in timings]
-        print_table(("rows", "product", "us", "x float32"), cells)
+        counts = [written.count("--rows", m) for m in rows.split(",") if m]
+        benching.run(size, counts, repeat, names, peers, as_json)
 
 
 app.command(epilog="Example: lowbit demo --formats q4,int8")(model_commands.demo)

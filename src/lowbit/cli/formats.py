@@ -41,6 +41,13 @@ def known(format: str) -> str:
     return format
 
 
+def count(name: str, text: str) -> int:
+    """A positive number in the value of an option of the command."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{name} {text}: it must be positive numbers, separated by commas, such as 1,16,256.")
+    return int(text)
+
+
 def option(name: str, text: str) -> Any:
     """The value of an option of a format."""
     if name not in _OPTIONS:

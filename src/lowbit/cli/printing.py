@@ -41,14 +41,14 @@ def table_lines(
 ) -> list[str]:
     """The lines of a table of at most `width` columns.
 
-    If it is too wide, the first column, which names the row, is abbreviated in the middle, to no less than a third of
-    the width. If that is not enough, further columns follow below, with the first column again.
+    If it is too wide, the first column, which names the row, is abbreviated in the middle. If less than a third of the
+    width is left for it, further columns follow below instead, with the first column again.
     """
     lines = [tuple(head), *map(tuple, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     if width is not None and sum(widths) + _GAP * (len(widths) - 1) > width:
         others = sum(widths[1:]) + _GAP * (len(widths) - 1)
-        widths[0] = min(widths[0], max(width - others, width // 3))
+        widths[0] = min(widths[0], width - others if width - others >= width // 3 else width // 2)
         widths[1:] = [min(own, width - widths[0] - _GAP) for own in widths[1:]]
     found: list[str] = []
     for group in _groups(widths, width):

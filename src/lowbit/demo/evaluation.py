@@ -245,19 +245,22 @@ def stored_bits(file: Reader, names: Iterable[str]) -> float:
 
 def speed(model: LanguageModel, prompt: Sequence[int], tokens: int) -> Speed:
     """How fast a model reads a prompt and generates after it."""
-    forever: Any = _Endless()
     prompt = (list(prompt) * (PROMPT_TOKENS // len(prompt) + 1))[:PROMPT_TOKENS]
-    endless = dataclasses.replace(model, tokenizer=forever)
-    reading, writing = [], []
-    for _ in range(1 + RUNS):  # the first may compile
-        text, start = endless.generate(prompt, tokens + 1), time.perf_counter()
-        next(text)
-        read = time.perf_counter()
-        for _ in text:
-            pass
-        reading.append(read - start)
-        writing.append(time.perf_counter() - read)
-    return Speed(PROMPT_TOKENS / min(reading[1:]), tokens / min(writing[1:]))
+    runs = [seconds(model, prompt, tokens) for _ in range(1 + RUNS)]  # the first may compile
+    reading, writing = (min(times) for times in zip(*runs[1:], strict=True))
+    return Speed(PROMPT_TOKENS / reading, tokens / writing)
+
+
+def seconds(model: LanguageModel, prompt: Sequence[int], tokens: int) -> tuple[float, float]:
+    """The time that a model takes to read a prompt, and to generate this number of tokens after the first."""
+    forever: Any = _Endless()
+    text = dataclasses.replace(model, tokenizer=forever).generate(prompt, tokens + 1)
+    start = time.perf_counter()
+    next(text)
+    read = time.perf_counter()
+    for _ in text:
+        pass
+    return read - start, time.perf_counter() - read
 
 
 class _Endless:
