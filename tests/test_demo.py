@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -411,7 +412,9 @@ def test_formats_of_keys_and_values_are_set_separately() -> None:
             ("generate", "a", "--format", "nf5"),
             "Unknown format 'nf5': it must be one of int8, nf4, ternary, binary, q4, q3, q2, int2",
         ),
-        (("demo", "--formats", "nf4,q5"), "Unknown format 'q5'"),
+        (("demo", "--formats", "nf4,q5"), "nvfp4, stored, calibrated, mix, q4-cache, int8-blocks."),
+        (("demo", "--text", os.devnull), "The text has 0 tokens: at least 2 are needed"),
+        (("generate", ""), "The prompt is empty: give it as an argument, or on standard input"),
         (("generate", "a", "--kv", "f16"), "Unknown format 'f16'"),
         (("generate", "a", "--model", "absent.gguf"), "No such file or directory: absent.gguf"),
     ],

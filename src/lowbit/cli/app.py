@@ -266,8 +266,7 @@ def bench(
         from . import formats as written
 
         names = [written.known(name) for name in formats.split(",") if name]
-        counts = [written.count("--rows", m) for m in rows.split(",") if m]
-        benching.run(size, counts, repeat, names, peers, as_json)
+        benching.run(size, written.counts("--rows", rows), repeat, names, peers, as_json)
 
 
 app.command(epilog="Example: lowbit demo --formats q4,int8")(model_commands.demo)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 from . import peers
-from .bench import TextTiming, products, text
+from .bench import PROMPT, WRITTEN, TextTiming, products, text
 from .printing import print_json, print_table
 
 
@@ -28,7 +28,8 @@ def run(size: int, rows: Sequence[int], repeat: int, formats: Sequence[str], wit
     if not with_peers:
         return print_table(head, cells)
     compared = ["" if t.ratio is None else f"{t.ratio:.2f} ({t.like})" for t in timings]
-    print_table((*head, "lowbit is x as fast"), [(*line, cell) for line, cell in zip(cells, compared, strict=True)])
+    print_table((*head, "lowbit over it"), [(*line, cell) for line, cell in zip(cells, compared, strict=True)])
+    typer.echo("lowbit over it: the speed of the product in parentheses, divided by that of the row.")
     _print_texts(texts)
     for line in notes:
         typer.echo(f"{line}.")
@@ -47,9 +48,12 @@ def _texts(repeat: int, note: Callable[[str], None]) -> list[TextTiming]:
 def _print_texts(texts: Sequence[TextTiming]) -> None:
     if not texts:
         return
-    typer.echo("\nSmolLM2-135M, tokens per second: a prompt of 256, and 32 after it. llama.cpp runs the file as it is.")
+    typer.echo(
+        f"\nSmolLM2-135M, tokens per second: a prompt of {PROMPT}, and {WRITTEN} after it. llama.cpp has the weights "
+        "as they are in the file."
+    )
     cells = [
         (t.model, f"{t.prompt:.0f}", f"{t.generated:.1f}", f"{t.prompt_ratio:.2f} and {t.generated_ratio:.2f}")
         for t in texts
     ]
-    print_table(("model", "prompt", "generated", "q4 fast is x as fast"), cells)
+    print_table(("model", "prompt", "generated", "q4 fast over it"), cells)

@@ -165,8 +165,10 @@ def read_text(path: Path) -> str:
 
 def check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
     """Raise before any work is done if the page cannot be written, or exists and `force` is not set."""
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ValueError(f"{output} is a directory, or its directory does not exist. Give the name of a file.")
+    if output.is_dir():
+        raise ValueError(f"{output} is a directory. Give the name of a file.")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"{output} cannot be written: there is no directory {output.parent}.")
     if output.exists() and any(source.exists() and output.samefile(source) for source in sources):
         raise ValueError(f"{output} is one of the two files. Give another name.")
     if output.exists() and not force:

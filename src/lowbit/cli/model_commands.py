@@ -82,7 +82,7 @@ def demo(
         if formats is not None and everything:
             raise ValueError("--formats and --all both choose the formats: give one of them.")
         asked = [name for name in (formats or "").split(",") if name] or (show.ALL if everything else show.SHOWN)
-        names = [name if name in show.SPECIAL else written.known(name) for name in asked]
+        names = [name if name in show.SPECIAL else written.known(name, show.SPECIAL) for name in asked]
         cache = written.cache_formats(kv, kv_k, kv_v)
         prose = evaluation.demo_text() if text is None else read_text(text)
         most = None if everything else show.EVALUATED
@@ -160,11 +160,11 @@ def _sampling(temperature: float, top_p: float | None, seed: int | None) -> Any:
 
 
 def _prompt(given: str | None) -> str:
-    if given not in (None, "-"):
-        return given
-    if sys.stdin.isatty():
-        typer.echo("lowbit: reading the prompt from standard input. Ctrl-D ends it.", err=True)
-    text = sys.stdin.read().removesuffix("\n")
+    text = given
+    if text is None or text == "-":
+        if sys.stdin.isatty():
+            typer.echo("lowbit: reading the prompt from standard input. Ctrl-D ends it.", err=True)
+        text = sys.stdin.read().removesuffix("\n")
     if not text:
         raise ValueError("The prompt is empty: give it as an argument, or on standard input.")
     return text

@@ -61,7 +61,10 @@ class Speed:
 
 def windows(model: LanguageModel, text: str) -> list[list[int]]:
     """The tokens of a text in windows of `WINDOW`, without an incomplete last one unless it is the only one."""
-    return split(model.tokenizer.encode(text))
+    ids = model.tokenizer.encode(text)
+    if len(ids) < 2:
+        raise ValueError(f"The text has {len(ids)} tokens: at least 2 are needed, and {WINDOW} fill a window.")
+    return split(ids)
 
 
 def split(ids: Sequence[int], size: int = WINDOW, most: int | None = None) -> list[list[int]]:
@@ -84,10 +87,11 @@ class Reference(NamedTuple):
 
 def references(model: LanguageModel, windows: Sequence[Sequence[int]]) -> list[Reference]:
     """The predictions of a model for each window of a text, in numpy arrays."""
-    return [
-        Reference(np.array(logits.astype(jnp.float16)), np.array(jnp.argmax(logits, -1)))
-        for logits in map(model.logits, windows)
-    ]
+    return [reference(logits) for logits in map(model.logits, windows)]
+
+
+def reference(logits: jax.Array) -> Reference:
+    return Reference(np.array(logits.astype(jnp.float16)), np.array(jnp.argmax(logits, -1)))
 
 
 def quality(model: LanguageModel, windows: Sequence[Sequence[int]], references: Sequence[Reference]) -> Quality:
@@ -97,10 +101,11 @@ def quality(model: LanguageModel, windows: Sequence[Sequence[int]], references: 
 
 def by_token(model: LanguageModel, window: Sequence[int], reference: Reference) -> np.ndarray:
     """Negative log-likelihood, divergence and agreement of each token of a window but the first: (3, tokens)."""
-    return _by_token(model.logits(window), reference, window)
+    return compared(model.logits(window), reference, window)
 
 
-def _by_token(logits: jax.Array, reference: Reference, window: Sequence[int]) -> np.ndarray:
+def compared(logits: jax.Array, reference: Reference, window: Sequence[int]) -> np.ndarray:
+    """The same, given the logits of the model."""
     return np.stack([np.asarray(x, np.float64) for x in _compared(logits, reference, jnp.asarray(window))])
 
 
@@ -226,7 +231,7 @@ def evaluate(
         logits = [model.logits(part) for model in models]
         reference = Reference(*map(np.asarray, (logits[0], jnp.argmax(logits[0], -1))))
         for own, of_model in zip(found, logits, strict=True):
-            own.append(_by_token(of_model, reference, part))
+            own.append(compared(of_model, reference, part))
     first, second = files
     bits = stored_bits(first.file, first.file), stored_bits(second.file, second.file)
     linear = stored_bits(first.file, first.linears), stored_bits(second.file, second.linears)
@@ -246,8 +251,8 @@ def stored_bits(file: Reader, names: Iterable[str]) -> float:
 def speed(model: LanguageModel, prompt: Sequence[int], tokens: int) -> Speed:
     """How fast a model reads a prompt and generates after it."""
     prompt = (list(prompt) * (PROMPT_TOKENS // len(prompt) + 1))[:PROMPT_TOKENS]
-    runs = [seconds(model, prompt, tokens) for _ in range(1 + RUNS)]  # the first may compile
-    reading, writing = (min(times) for times in zip(*runs[1:], strict=True))
+    runs = [seconds(model, prompt, tokens) for _ in range(RUNS)]
+    reading, writing = (min(times) for times in zip(*runs, strict=True))
     return Speed(PROMPT_TOKENS / reading, tokens / writing)
 
 

@@ -185,7 +185,10 @@ class LanguageModel:
     def cache(self, length: int) -> Any:
         """An empty cache for at least `length` tokens."""
         if length > self.config.context:
-            raise ValueError(f"{length} tokens exceed the context of this model, {self.config.context}.")
+            raise ValueError(
+                f"{length} tokens exceed the context of this model, {self.config.context}: shorten the prompt, or "
+                "generate fewer."
+            )
         room = min(math.ceil(length / CACHE_STEP) * CACHE_STEP, self.config.context)
         return llama.new_cache(self.config, room, self.formats)
 

@@ -35,7 +35,7 @@ ASKED = "What is gravity? Answer in one sentence."
 # Tokens that are measured unless all are asked for, and tokens to calibrate with, which are never measured.
 EVALUATED, CALIBRATING = 2048, 2048
 # How long rows take, compared with the others.
-_COSTS = {"float32": 1.5, CALIBRATED: 4.0}
+_COSTS = {"float32": 2.0, CALIBRATED: 6.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +114,16 @@ def run(
     progress = _Progress(_COSTS["float32"], [row.cost for row in rows])
     size = _size(dense)
     print(f"== float32 (1 of {1 + len(rows)})", flush=True)
-    references = evaluation.references(dense, texts.measured)
-    results = [_measured("float32", dense, size, texts.measured, references, tokens)]
+    references, quality = _reference(dense, texts.measured)
+    results = [_measured("float32", dense, size, texts, tokens, lambda model: quality)]
     # Kept by numpy, so that the peak of the other rows is without it.
     dense = dataclasses.replace(dense, params=jax.tree.map(np.array, dense.params))
     for number, row in enumerate(rows):
         print(f"\n== {row.name} ({progress.next(number)})", flush=True)
         model = dataclasses.replace(_made(path, dense, row, texts.calibrating).joined(), formats=row.cache)
-        results.append(_measured(row.name, model, size, texts.measured, references, tokens))
+        results.append(
+            _measured(row.name, model, size, texts, tokens, lambda m: evaluation.quality(m, texts.measured, references))
+        )
         del model
     print()
     print(table(results, texts, terminal_width()))
@@ -242,13 +244,18 @@ def table(results: Sequence[Result], texts: Texts, width: int | None = None) -> 
     return "\n".join([*table_lines(head, rows, width, right=True), *wrapped])
 
 
+def _reference(model: LanguageModel, windows: Sequence[Sequence[int]]) -> tuple[list[Reference], Quality]:
+    """The predictions of the reference, and its own quality."""
+    references, each = [], []
+    for window in windows:
+        logits = model.logits(window)
+        references.append(evaluation.reference(logits))
+        each.append(evaluation.compared(logits, references[-1], window))
+    return references, evaluation.summary(each)
+
+
 def _measured(
-    name: str,
-    model: LanguageModel,
-    size: int,
-    windows: Sequence[Sequence[int]],
-    references: Sequence[Reference],
-    tokens: int,
+    name: str, model: LanguageModel, size: int, texts: Texts, tokens: int, quality: Callable[[LanguageModel], Quality]
 ) -> Result:
     # With prompts of one length, a row compiles three programs.
     model = dataclasses.replace(model, prompt_step=evaluation.PROMPT_TOKENS)
@@ -259,9 +266,8 @@ def _measured(
         print(text, end="", flush=True)
         said.append(text)
     print(flush=True)
-    speed = evaluation.speed(model, windows[0], tokens)
-    quality = evaluation.quality(model, windows, references)
-    return Result(name, 8 * _nbytes(model) / size, _nbytes(model), peak, quality, speed, "".join(said))
+    speed = evaluation.speed(model, texts.measured[0], tokens)
+    return Result(name, 8 * _nbytes(model) / size, _nbytes(model), peak, quality(model), speed, "".join(said))
 
 
 def _megabytes(count: int) -> str:
