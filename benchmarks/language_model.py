@@ -8,7 +8,6 @@ multiples of 256) and Q8_0, with the same prompt and number of threads.
 """
 
 import dataclasses
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import measure
 import numpy as np
 
 from lowbit import QuantizationConfig
+from lowbit.cli import peers
 from lowbit.demo import evaluation
 from lowbit.demo.language_model import AT_ONCE, LanguageModel, read, write
 from lowbit.demo.model_file import demo_model_path
@@ -95,7 +95,7 @@ def in_turns(runs: "dict[str, Any]", repeat: int) -> dict[str, tuple[float, floa
     best = dict.fromkeys(runs, (float("inf"), float("inf")))
     for turn in range(repeat + 1):
         for name, run in runs.items():
-            took = timed(run.read), timed(run.write)
+            took = run()
             if turn:  # the first compiles
                 best[name] = (min(best[name][0], took[0]), min(best[name][1], took[1]))
     return best
@@ -113,6 +113,9 @@ class Runs:
     def __init__(self, model: LanguageModel, prompt: list[int]):
         self.model, self.prompt = model, np.asarray(prompt, np.int32)[None]
 
+    def __call__(self) -> tuple[float, float]:
+        return timed(self.read), timed(self.write)
+
     def read(self) -> None:
         m = self.model
         cache = m.cache(PROMPT + WRITTEN)
@@ -128,33 +131,14 @@ class Runs:
 def llama_cpp_runs(path: Path, folder: Path, prompt: list[int]) -> dict[str, Any]:
     import llama_cpp
 
-    class Peer:
-        def __init__(self, path: Path):
-            threads = os.cpu_count()
-            self.model = llama_cpp.Llama(
-                str(path), n_ctx=512, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False
-            )
-
-        def read(self) -> None:
-            self.model.reset()
-            self.model.eval(prompt)
-
-        def write(self) -> None:
-            for _ in range(WRITTEN):
-                self.model.eval([int(np.argmax(self.logits()))])
-
-        def logits(self) -> np.ndarray:
-            last = self.model._ctx.get_logits_ith(-1)
-            return np.ctypeslib.as_array(last, shape=(self.model.n_vocab(),))
-
-    found = {"llama.cpp Q4_1": Peer(path)}
+    found = {"llama.cpp Q4_1": peers.llama_cpp(path, prompt, WRITTEN)}
     for name, type in (("Q4_K", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S), ("Q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0)):
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.allow_requantize = type, True
         target = folder / f"{name}.gguf"
         if llama_cpp.llama_model_quantize(str(path).encode(), str(target).encode(), params):
             raise RuntimeError(f"llama.cpp could not write {target.name}.")
-        found[f"llama.cpp {name}"] = Peer(target)
+        found[f"llama.cpp {name}"] = peers.llama_cpp(target, prompt, WRITTEN)
     return found
 
 

@@ -11,7 +11,8 @@ counts the stored weight, read once.
 """
 
 import itertools
-from functools import partial
+import sys
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import measure
 
 import lowbit
 from lowbit import QuantizationConfig
+from lowbit.cli import peers
 
 FORMATS = ("q4", "nf4", "int4", "int8", "ternary", "binary")
 # The stored axis that is contracted, and the axis along which scales are shared.
@@ -60,11 +62,14 @@ def kinds(shape: tuple[int, int], m: int, case: str, args: Any) -> dict[str, tup
         config = QuantizationConfig(format, axis=along, compute=arithmetic)
         found[f"{format} {arithmetic}"] = calls(lowbit.quantize(w, config))
     if args.peers and case == "first-along":
-        import peers
-
-        for name, (run, nbytes) in peers.products(w, x, args.bytes).items():
-            found[name] = (run, nbytes)
+        for name, peer in peers.products(w, x, args.bytes, say).items():
+            found[name] = (peer.calls, peer.nbytes)
     return found
+
+
+@cache  # each text once
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def main() -> None:
@@ -77,6 +82,8 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--bytes", type=int, default=192 << 20, help="bytes of weights to rotate over")
     args = parser.parse_args()
+    for text in peers.missing() if args.peers else ():
+        say(text)
     report = measure.Report(args, ["K x N", "M", "product", "us", "GB/s", "x JAX float32"])
     for shape, m in itertools.product(args.shapes.split(","), map(int, args.rows.split(","))):
         k, n = map(int, shape.split("x"))

@@ -55,7 +55,7 @@ def test_quantized_files_generate_what_quantized_models_do(tiny: Path, tmp_path:
     assert isinstance(model.params["layers"]["q"], lowbit.ArrayNF4)
     want = LanguageModel.from_file(target, "float32").logits(TOKENS)
     np.testing.assert_allclose(model.logits(TOKENS), want, atol=2e-4 * np.abs(want).max())
-    text = run("generate", "a low", "--raw", "--tokens", 4, "--model", target).output
+    text = run("generate", "a low", "--raw", "--tokens", 4, "--model", target).stdout
     assert text == model.tokenizer.decode(model.generate(model.tokenizer.encode("a low"), 4)) + "\n"
     report = json.loads(run("quantize", tiny, tmp_path / "b", "--strict", "--json").output)
     assert report["before"] == sum(GGUFFile(tiny).nbytes(name) for name in GGUFFile(tiny))
@@ -346,7 +346,7 @@ def test_generate_counts_the_bytes_that_are_quantized(tiny: Path, monkeypatch: p
         assert doing == "quantizing"
         yield lambda *progress: told.append(progress), None
 
-    monkeypatch.setattr("lowbit.cli.app.counted", counted)
+    monkeypatch.setattr("lowbit.cli.progress.counted", counted)
     run("generate", "a low", "--raw", "--tokens", 1, "--format", "nf4", "--model", tiny)
     done, totals = zip(*told, strict=True)
     assert done[0] == 0 and done[-1] == totals[0] and list(done) == sorted(done) and len(set(totals)) == 1

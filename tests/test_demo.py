@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from typer.testing import CliRunner
 import lowbit
 from lowbit.cli.app import app
 from lowbit.cli.formats import cache_formats
-from lowbit.demo import evaluation, llama
+from lowbit.demo import evaluation, language_model, llama, show
 from lowbit.demo.language_model import LanguageModel, read, write
 from lowbit.demo.llama import LlamaConfig
 from lowbit.demo.model_file import demo_model_path
+from lowbit.demo.sampling import Sampling
 from lowbit.io import GGUFFile, convert
 from lowbit.testing import dense_weights, equations
 
@@ -43,7 +45,8 @@ SIZES = {
 
 def tiny_file(path: Path, **changes: Any) -> Path:
     """A llama of two layers with a vocabulary of bytes."""
-    metadata = fields("smollm")
+    template = changes.pop("template", None)
+    metadata = fields("smollm") if template is None else fields("smollm", chat_template=template)
     writer = gguf.GGUFWriter(path, changes.pop("architecture", "llama"))
     for key, value in {f"llama.{k}": v for k, v in (SIZES | changes).items() if v is not None}.items():
         (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
@@ -268,26 +271,56 @@ def test_mixed_rules_do_what_they_say(tiny: Path) -> None:
 # --- the command
 
 
-def run(*args: Any) -> Any:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def run(*args: Any, input: str | None = None) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=input)
 
 
 def test_the_demo_ends_with_a_table(tiny: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("a low road in the rain, " * 30)
-    result = run("demo", "--model", tiny, "--text", text, "--formats", "q4,mix,nf4,binary", "--tokens", 3)
+    text.write_text("a low road in the rain, " * 60)
+    formats = "q4,q4-cache,calibrated,mix,nf4,binary"
+    result = run("demo", "--model", tiny, "--text", text, "--formats", formats, "--tokens", 3)
     assert result.exit_code == 0, result.output
-    assert f"sha256 {evaluation.checksum(text.read_text())}" in result.output
-    lines = result.output.splitlines()
+    assert f"sha256 {evaluation.checksum(text.read_text())[:16]}" in result.stdout
+    assert "512 tokens are measured, in windows of 512; the last 512 calibrate" in result.stdout
+    assert re.search(r"^== q4 \(2 of 7, about \d+ .*s left\)$", result.stdout, re.MULTILINE)
+    lines = result.stdout.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("format "))
-    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[head + 1 : head + 7]}
-    assert list(rows) == ["float32", "q4", "q4, cache int8", "q4, embedding int8", "nf4", "binary"]
-    assert rows["binary"][-1] == "needs training"
+    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[head + 1 : head + 8]}
+    names = ["float32", "q4", "q4, cache int8", "q4 calibrated", "q4, embedding int8", "nf4", "binary"]
+    assert list(rows) == names
     assert float(rows["float32"][4]) < 1e-4 and rows["float32"][5] == "100.0%"
     assert float(rows["binary"][0]) < float(rows["nf4"][0]) < 32
     assert float(rows["binary"][1]) < float(rows["nf4"][1]) < float(rows["float32"][1])
+    assert rows["q4 calibrated"][0] == rows["q4"][0] and rows["q4 calibrated"][4] != rows["q4"][4]
     assert all(float(cells[i]) > 0 for cells in rows.values() for i in (2, 3, 6, 7))
-    assert "are on a 4-bit grid already" in result.output
+    notes = " ".join(result.stdout.split())
+    assert "are on a 4-bit grid already" in notes and "the last 512 tokens of the text, which are not measured" in notes
+    assert "binary: so few bits need training with them" in notes
+
+
+def test_the_demo_measures_other_text_than_it_calibrates_with(tiny: Path) -> None:
+    model = LanguageModel.from_gguf(tiny)
+    windows = evaluation.windows(model, "".join(chr(97 + i * i % 26) for i in range(12 * 512)))
+    text = model.tokenizer.decode([token for window in windows for token in window])
+    assert len(windows) > 9
+    short, whole = (show.Texts.of(model, text, most) for most in (show.EVALUATED, None))
+    assert short.measured == windows[:4] and short.calibrating == whole.calibrating == windows[-4:]
+    assert whole.measured == windows[:-4]
+    one = show.Texts.of(model, "a low road", show.EVALUATED)
+    assert len(one.measured) == 1 and not one.calibrating
+
+
+def test_by_default_the_demo_runs_few_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(show, "run", lambda path, text, **options: asked.append(options))
+    for args in ((), ("--all",)):
+        assert run("demo", "--model", "m.gguf", *args).exit_code == 0
+    few, every = asked
+    assert few["formats"] == ["int8", "q4", "calibrated", "q3", "stored"] and few["most"] == 2048
+    assert {"ternary", "binary"} <= {*every["formats"]} - {*few["formats"]} and every["most"] is None
+    result = run("demo", "--all", "--formats", "q4")
+    assert result.exit_code == 1 and "--formats and --all both choose the formats" in result.stderr
 
 
 def test_the_demo_shows_a_quantized_file_in_its_own_bits(tiny: Path, tmp_path: Path) -> None:
@@ -303,11 +336,66 @@ def test_the_demo_shows_a_quantized_file_in_its_own_bits(tiny: Path, tmp_path: P
 
 def test_generate_writes_as_the_model_says(tiny: Path) -> None:
     model, _ = LanguageModel.from_gguf(tiny).quantized("q4")
-    want = model.tokenizer.decode(model.generate(model.tokenizer.encode("a low"), 5))
-    result = run("generate", "a low", "--raw", "--tokens", 5, "--model", tiny)
-    assert result.output == want + "\n"
-    want = model.tokenizer.decode(model.generate(model.tokenizer.chat("a low"), 5))
-    assert run("generate", "a low", "--tokens", 5, "--model", tiny).output == want + "\n"
+    tokenizer = model.tokenizer
+    want = tokenizer.decode(model.generate(tokenizer.encode("a low"), 5))
+    raw = ("generate", "a low", "--raw", "--tokens", 5, "--model", tiny)
+    result = run(*raw)
+    assert result.stdout == want + "\n" and "stopped after 5 tokens, the limit of --tokens" in result.stderr
+    result = run(*raw, "--quiet")
+    assert result.stdout == want + "\n" and result.stderr == ""
+    want = tokenizer.decode(model.generate(tokenizer.chat("a low"), 5))
+    for args in ((), ("--chat",)):
+        assert run("generate", "a low", "--tokens", 5, "--model", tiny, *args).stdout == want + "\n"
+
+
+def test_generate_samples_by_a_seed(tiny: Path) -> None:
+    model, _ = LanguageModel.from_gguf(tiny).quantized("q4")
+    want = model.tokenizer.decode(model.generate(model.tokenizer.encode("a low"), 5, Sampling(1.5, 0.9, 8)))
+    given = ("generate", "a low", "--raw", "--tokens", 5, "--model", tiny, "--temperature", 1.5, "--top-p", 0.9)
+    result = run(*given, "--seed", 8)
+    assert result.stdout == want + "\n" and "--seed" not in result.stderr
+    drawn = run(*given)
+    seed = re.search(r"--seed (\d+) gives this text again", drawn.stderr)
+    assert seed and run(*given, "--seed", seed[1]).stdout == drawn.stdout
+    for args in (("--top-p", 0.9), ("--seed", 8)):
+        result = run("generate", "a low", "--model", tiny, *args)
+        assert result.exit_code == 1 and "nothing is sampled at --temperature 0, its default" in result.stderr
+
+
+def test_generate_reads_the_prompt_from_standard_input(tiny: Path) -> None:
+    given = ("--raw", "--tokens", 3, "--model", tiny, "--quiet")
+    want = run("generate", "a low\nroad", *given).stdout
+    assert run("generate", *given, input="a low\nroad\n").stdout == want
+    assert run("generate", "-", *given, input="a low\nroad").stdout == want
+    result = run("generate", *given, input="\n")
+    assert (
+        result.exit_code == 1 and "The prompt is empty: give it as an argument, or on standard input" in result.stderr
+    )
+
+
+def test_a_model_without_a_template_is_not_asked_as_one_with_it(tmp_path: Path) -> None:
+    path = tiny_file(tmp_path / "a.gguf", template="{{ '[INST]' }}")
+    result = run("generate", "a", "--model", path)
+    assert result.exit_code == 1 and "is not ChatML, the only supported template" in result.stderr
+    assert "--raw continues the prompt without a template" in result.stderr
+    assert run("generate", "a", "--model", path, "--raw", "--tokens", 1).exit_code == 0
+
+
+def test_text_is_shown_soon_even_if_tokens_take_long(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = LanguageModel.from_gguf(tiny), list[int]()
+    write = language_model.write
+
+    def counting(*args: Any) -> Any:
+        asked.append(int(args[5]))
+        return write(*args)
+
+    monkeypatch.setattr(language_model, "write", counting)
+    monkeypatch.setattr(language_model, "SOON", float("inf"))
+    quick = list(model.generate(TOKENS, 20))
+    assert asked == [1, 2, 4, 8, 4]
+    asked.clear()
+    monkeypatch.setattr(language_model, "SOON", 0.0)
+    assert list(model.generate(TOKENS, 20)) == quick and asked == [1] * 19
 
 
 def test_formats_of_keys_and_values_are_set_separately() -> None:
@@ -324,7 +412,9 @@ def test_formats_of_keys_and_values_are_set_separately() -> None:
             ("generate", "a", "--format", "nf5"),
             "Unknown format 'nf5': it must be one of int8, nf4, ternary, binary, q4, q3, q2, int2",
         ),
-        (("demo", "--formats", "nf4,q5"), "Unknown format 'q5'"),
+        (("demo", "--formats", "nf4,q5"), "nvfp4, stored, calibrated, mix, q4-cache, int8-blocks."),
+        (("demo", "--text", os.devnull), "The text has 0 tokens: at least 2 are needed"),
+        (("generate", ""), "The prompt is empty: give it as an argument, or on standard input"),
         (("generate", "a", "--kv", "f16"), "Unknown format 'f16'"),
         (("generate", "a", "--model", "absent.gguf"), "No such file or directory: absent.gguf"),
     ],

@@ -66,7 +66,7 @@ def test_a_model_of_every_type_runs_as_it_is_stored(mixed: Path, tmp_path: Path)
     got, want = model.logits(TOKENS), dense.logits(TOKENS)
     np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
     assert abs(divergence(want, got)) < 1e-6
-    text = run("generate", "a low", "--raw", "--tokens", 4, "--model", mixed).output
+    text = run("generate", "a low", "--raw", "--tokens", 4, "--model", mixed).stdout
     assert text == model.tokenizer.decode(model.generate(model.tokenizer.encode("a low"), 4)) + "\n"
     # A lowbit file that was made of it is the same model.
     convert(mixed, tmp_path / "mixed.safetensors")

@@ -16,8 +16,37 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = Path(lowbit.__file__).parent
 
 
+def public_modules() -> dict[str, set[str]]:
+    """The imports of the package for type checkers: module -> names."""
+    block = next(node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {node.module or "": {alias.name for alias in node.names} for node in imports}
+
+
+def test_type_checkers_see_the_names_that_are_imported_when_they_are_used() -> None:
+    seen = public_modules()
+    modules = seen.pop("")
+    assert seen == {module: set(names.split()) for module, names in lowbit._HOMES.items()}
+    names = set[str]().union(*seen.values())
+    assert sorted({*names, *modules}) == sorted(lowbit.__all__)
+    assert {*lowbit.__all__} <= {*dir(lowbit)}
+    with pytest.raises(AttributeError, match="module 'lowbit' has no attribute 'quantise'"):
+        _ = lowbit.quantise
+    code = "from lowbit import *; import jax, lowbit; assert quantize is lowbit.quantize and lowbit.kernels.cpu"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("first", ["formats.int8", "ops.matmul", "kernels", "adapters.array"])
+def test_arrays_have_their_rules_whichever_module_is_imported_first(first: str) -> None:
+    """For instance in a process that unpickles an array."""
+    code = f"import sys, lowbit.{first}; names = list(sys.modules); assert 'lowbit.rules.structural' in names"
+    check = "assert 'lowbit.adapters' not in names or 'lowbit.adapters.rules' in names"
+    kernels = "from lowbit.dispatch import find_kernels; assert 'lowbit.kernels.cpu' in names"
+    subprocess.run([sys.executable, "-c", f"{code}; {check}; {kernels}"], check=True)
+
+
 def test_importing_initialises_no_backend() -> None:
-    code = "import lowbit; from jax.extend import backend; import jax; print(jax.config.jax_platforms)"
+    code = "import lowbit; [getattr(lowbit, name) for name in lowbit.__all__]"
     check = "from jax._src import xla_bridge; assert not xla_bridge._backends"
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True, capture_output=True)
 
@@ -29,7 +58,7 @@ def test_importing_lowbit_gives_the_testing_module() -> None:
 
 def test_every_public_name_has_a_docstring_and_an_example() -> None:
     assert (PACKAGE / "py.typed").exists()
-    names = [name for name in vars(lowbit) if not name.startswith("_")]
+    names = [name for name in dir(lowbit) if not name.startswith("_")]
     for name in (
         "ImplicitArray",
         "aux_field",
@@ -65,7 +94,8 @@ def test_names_of_eformer_are_importable_from_lowbit_and_documented_as_such(name
 
 
 def test_importing_lowbit_leaves_eformer_alone() -> None:
-    code = "import sys, lowbit; assert 'eformer' not in sys.modules and 'lowbit.compat.eformer' not in sys.modules"
+    code = "import sys, lowbit; [getattr(lowbit, name) for name in lowbit.__all__]"
+    code += "; assert 'eformer' not in sys.modules and 'lowbit.compat.eformer' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -19,7 +19,6 @@ from lowbit.models.plan import SMALL, plan
 from lowbit.models.tree import quantized
 from lowbit.runtime import is_implicit
 
-from . import rules as rules  # registers how primitives act on a LoraArray
 from .array import LoraArray
 
 T = TypeVar("T")

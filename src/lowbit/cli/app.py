@@ -4,27 +4,16 @@ Exit codes: 0 success; 1 failure, with the reason in one line on stderr; 2 wrong
 that is beyond the tolerance or not finite; 130 interrupted.
 """
 
-import dataclasses
 import math
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lowbit.formats import FORMATS
-from lowbit.io import OptionNeeded
-from lowbit.models.patterns import Rule
-
-from . import formats as written
-from .conversion import CalibrationText, Conversion, Goal, check_page, read_text, write_page
+from . import model_commands
+from .errors import plain_errors
 from .options import (
-    KV,
-    KVK,
-    KVV,
+    FORMATS,
     Bits,
     Budget,
     Calibrate,
@@ -33,7 +22,6 @@ from .options import (
     Force,
     Formats,
     Json,
-    Model,
     Page,
     Requantize,
     Size,
@@ -43,9 +31,9 @@ from .options import (
     To,
     Tokens,
     Type,
+    completed,
 )
 from .printing import listed, print_json, print_table, print_tensors, shape_text
-from .progress import counted, shown
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,32 +62,6 @@ def main(
     pass
 
 
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """Print errors that a user can fix as one line on stderr, not as a traceback."""
-    try:
-        yield
-    except BrokenPipeError:  # the reader of the output, such as head, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
-    except KeyboardInterrupt:
-        typer.echo("lowbit: interrupted.", err=True)
-        raise typer.Exit(130) from None
-    except (ValueError, TypeError, KeyError, OSError, ImportError, MemoryError) as error:
-        typer.echo(f"lowbit: {_text(error)}", err=True)
-        raise typer.Exit(1) from None
-
-
-def _text(error: BaseException) -> str:
-    if isinstance(error, OptionNeeded):
-        return f"{error.problem} --{error.option} {error.does}."
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}."
-    if isinstance(error, MemoryError):
-        return "There is not enough memory."
-    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-
-
 @app.command(epilog="Example: lowbit quantize in.safetensors out.safetensors --rule '*embed*=int8'")
 def quantize(
     source: Source,
@@ -107,7 +69,9 @@ def quantize(
     format: Annotated[
         str | None,
         typer.Option(
-            metavar="FORMAT", help=f"Default: q4. Several, as q3,q4, for --bits and --size. {', '.join(FORMATS)}."
+            metavar="FORMAT",
+            help=f"Default: q4. Several, as q3,q4, for --bits and --size. {', '.join(FORMATS)}.",
+            autocompletion=completed,
         ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(metavar="N", help="Weights that share a scale.")] = None,
@@ -138,6 +102,10 @@ def quantize(
     """
     with plain_errors():
         from lowbit.io._convert import default_format
+        from lowbit.models.patterns import Rule
+
+        from . import formats as written
+        from .conversion import CalibrationText, Conversion, Goal
 
         axes = None if axis is None else written.option("axis", axis)
         options = {"block_size": block_size, "axis": axes, "double_quant": double_quant or None}
@@ -171,6 +139,8 @@ def convert(
     Tensors keep their stored bits.
     """
     with plain_errors():
+        from .conversion import Conversion
+
         flags = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
         Conversion(source, target, to, type, force, as_json, flags).run([])
 
@@ -215,6 +185,8 @@ def compare(
         from lowbit.io import open_tensors
         from lowbit.io._compare import compared
 
+        from .progress import shown
+
         first, second = open_tensors(a), open_tensors(b)
         common = [name for name in first if name in second]
         if not common:
@@ -240,35 +212,7 @@ def compare(
             raise typer.Exit(3)
 
 
-@app.command(epilog="Example: lowbit evaluate model.gguf model-q4.safetensors --text text.txt")
-def evaluate(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A llama: GGUF, a lowbit file, or a directory.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The same model, quantized.")],
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Text to predict. Default: 20 kB of prose in the package."),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Tokens of the text to use. Default: all.")
-    ] = None,
-    window: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens that are read at a time.")] = 512,
-    as_json: Json = False,
-) -> None:
-    """Compare the predictions of two language models.
-
-    Prints the perplexity of both on a text, the KL divergence of B from A, and how often both predict the same token.
-    Each file runs with its stored bits, and dense tensors in float32.
-    """
-    with plain_errors():
-        from lowbit.demo import evaluation
-
-        prose = evaluation.demo_text() if text is None else read_text(text)
-        found = evaluation.evaluate(
-            a, b, prose, tokens=tokens, window=window, progress=lambda windows: shown(windows, "evaluating")
-        )
-        if as_json:
-            return print_json({"files": [str(a), str(b)], **found.as_dict()})
-        typer.echo(str(found))
+app.command(epilog="Example: lowbit evaluate model.gguf model-q4.safetensors --text text.txt")(model_commands.evaluate)
 
 
 @app.command(epilog="Example: lowbit report model.safetensors model-q4.safetensors -o report.html")
@@ -290,6 +234,9 @@ def report(
     with plain_errors():
         from lowbit.io import compare
 
+        from .conversion import check_page, write_page
+        from .progress import shown
+
         check_page(output, (a, b), force)
         found = compare(a, b, histograms=histograms, progress=lambda names: shown(names, "comparing"))
         write_page(output, found, a, b)
@@ -304,6 +251,10 @@ def bench(
     rows: Annotated[str, typer.Option(metavar="N,...", help="Rows of x, separated by commas.")] = "1,16,256",
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Repeats; the minimum is reported.")] = 10,
     formats: Formats = "q4,nf4,int8,ternary,binary",
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Compare with onnxruntime, OpenVINO and llama.cpp, those that are installed."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time matrix products in several formats.
@@ -311,89 +262,15 @@ def bench(
     Measured on this machine, relative to float32.
     """
     with plain_errors():
-        from .bench import products
+        from . import benching
+        from . import formats as written
 
         names = [written.known(name) for name in formats.split(",") if name]
-        counts = [int(m) for m in rows.split(",") if m]
-        timings = list(products(size, counts, repeat, names))
-        if as_json:
-            return print_json([t._asdict() for t in timings])
-        cells = [(str(t.rows), t.product, f"{t.microseconds:.0f}", f"{t.speedup:.2f}") for t in timings]
-        print_table(("rows", "product", "us", "x float32"), cells)
+        benching.run(size, written.counts("--rows", rows), repeat, names, peers, as_json)
 
 
-@app.command(epilog="Example: lowbit demo --formats q4,int8")
-def demo(
-    model: Model = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Text to evaluate on. Default: 20 kB of prose in the package."),
-    ] = None,
-    formats: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT,...",
-            help="Formats to run, separated by commas; stored is the file in its own bits, mix is q4 with an int8 "
-            "embedding. Default: stored,q4,q3,mix,nf4,int8,ternary,binary.",
-        ),
-    ] = None,
-    kv: KV = None,
-    kv_k: KVK = None,
-    kv_v: KVV = None,
-    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Number of tokens to generate.")] = 40,
-) -> None:
-    """Run a language model in every format.
-
-    Prints its answers, quality, memory and speed.
-    """
-    with plain_errors():
-        from lowbit.demo import evaluation, show
-
-        asked = show.SHOWN if formats is None else [name for name in formats.split(",") if name]
-        names = [name if name in (show.STORED, show.MIX) else written.known(name) for name in asked]
-        cache = written.cache_formats(kv, kv_k, kv_v)
-        prose = evaluation.demo_text() if text is None else read_text(text)
-        show.run(_model_path(model), prose, formats=names, cache=cache, tokens=tokens)
-
-
-@app.command(epilog="Example: lowbit generate 'What is gravity?' --format q4 --kv int8")
-def generate(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The message to the model.")],
-    format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help=f"{', '.join(FORMATS)}, or float32. Default: as stored; q4 for a dense file.",
-        ),
-    ] = None,
-    model: Model = None,
-    kv: KV = None,
-    kv_k: KVK = None,
-    kv_v: KVV = None,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens.")] = 200,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
-) -> None:
-    """Answer a prompt with a quantized language model."""
-    with plain_errors():
-        from lowbit.demo.language_model import LanguageModel
-
-        config = format if format in (None, "float32") else written.config(format)
-        with counted("quantizing") as (progress, *_):
-            loaded = LanguageModel.from_file(_model_path(model), config, progress=progress).joined()
-        loaded = dataclasses.replace(loaded, formats=written.cache_formats(kv, kv_k, kv_v) or (None, None))
-        ids = loaded.tokenizer.encode(prompt) if raw else loaded.tokenizer.chat(prompt)
-        for text in loaded.tokenizer.stream(loaded.generate(ids, tokens)):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-
-
-def _model_path(given: Path | None) -> Path:
-    if given is not None:
-        return given
-    from lowbit.demo.model_file import demo_model_path
-
-    return demo_model_path()
+app.command(epilog="Example: lowbit demo --formats q4,int8")(model_commands.demo)
+app.command(epilog="Example: lowbit generate 'What is gravity?' --format q4 --temperature 0.7")(model_commands.generate)
 
 
 def _badness(row: dict[str, Any]) -> float:

@@ -14,7 +14,7 @@ from lowbit.io._atomic import atomic_write
 from lowbit.models.patterns import Rule
 from lowbit.models.report import Report
 
-from .printing import print_json
+from .printing import print_json, print_table
 from .progress import counted
 
 
@@ -124,7 +124,10 @@ class Conversion:
             totals = {"before": report.before, "after": report.after, "on_disk": report.on_disk}
             named = {"unmatched": report.unmatched, "notes": report.notes, "rules": chosen}
             return print_json({"tensors": report.as_dicts(), **totals, **named})
-        typer.echo(str(dataclasses.replace(report, unmatched=())))
+        head, *rows = report.table
+        print_table(head, rows)
+        for note in report.notes:
+            typer.echo(note)
         if chosen:
             typer.echo("The same formats by rules, which you can edit:")
             for rule in chosen:
@@ -162,8 +165,10 @@ def read_text(path: Path) -> str:
 
 def check_page(output: Path, sources: Iterable[Path], force: bool) -> None:
     """Raise before any work is done if the page cannot be written, or exists and `force` is not set."""
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ValueError(f"{output} is a directory, or its directory does not exist. Give the name of a file.")
+    if output.is_dir():
+        raise ValueError(f"{output} is a directory. Give the name of a file.")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"{output} cannot be written: there is no directory {output.parent}.")
     if output.exists() and any(source.exists() and output.samefile(source) for source in sources):
         raise ValueError(f"{output} is one of the two files. Give another name.")
     if output.exists() and not force:

@@ -1,7 +1,7 @@
 """Formats, their options and rules as they are written on the command line."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowbit import QuantizationConfig
@@ -34,11 +34,19 @@ _OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def known(format: str) -> str:
-    """The name of a format, or an error that lists the names."""
+def known(format: str, others: Sequence[str] = ()) -> str:
+    """The name of a format, or an error that lists the names, also the `others` that the command knows."""
     if format not in FORMATS:
-        raise ValueError(f"Unknown format {format!r}: it must be one of {', '.join(FORMATS)}.")
+        raise ValueError(f"Unknown format {format!r}: it must be one of {', '.join((*FORMATS, *others))}.")
     return format
+
+
+def counts(name: str, text: str) -> list[int]:
+    """The positive numbers in the value of an option of the command."""
+    items = text.split(",")
+    if not all(item.strip().isdecimal() and int(item) > 0 for item in items):
+        raise ValueError(f"{name} {text!r} must be positive numbers, separated by commas, such as 1,16,256.")
+    return [int(item) for item in items]
 
 
 def option(name: str, text: str) -> Any:

@@ -5,7 +5,24 @@ from typing import Annotated
 
 import typer
 
+# The names in `lowbit.FORMATS`, which is not imported here: completion and help answer without JAX.
+FORMATS = (
+    *("int8", "nf4", "ternary", "binary", "q4", "q3", "q2", "int2", "int3"),
+    *("int4", "int5", "int6", "fp8", "fp8_e5m2", "mxfp4", "nvfp4"),
+)
 _READABLE = "GGUF, safetensors, a lowbit file, or a Hugging Face directory."
+
+
+def completed(incomplete: str) -> list[str]:
+    """The formats that begin so, for shell completion."""
+    return [name for name in FORMATS if name.startswith(incomplete)]
+
+
+def completed_list(incomplete: str) -> list[str]:
+    """The same for the last of several formats, separated by commas."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in completed(last)]
+
 
 Model = Annotated[
     Path | None,
@@ -15,10 +32,13 @@ Model = Annotated[
     ),
 ]
 KV = Annotated[
-    str | None, typer.Option(metavar="FORMAT", help="Format of the cached keys and values, for instance int8.")
+    str | None,
+    typer.Option(
+        metavar="FORMAT", help="Format of the cached keys and values, for instance int8.", autocompletion=completed
+    ),
 ]
-KVK = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the keys only.")]
-KVV = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the values only.")]
+KVK = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the keys only.", autocompletion=completed)]
+KVV = Annotated[str | None, typer.Option(metavar="FORMAT", help="Format of the values only.", autocompletion=completed)]
 Source = Annotated[Path, typer.Argument(metavar="SRC", help=_READABLE)]
 First = Annotated[Path, typer.Argument(metavar="A", help=_READABLE)]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="File to write; a directory if SRC is one.")]
@@ -44,7 +64,10 @@ Dequantize = Annotated[
     bool,
     typer.Option("--dequantize", help="Dequantize what DST cannot hold; errors remain."),
 ]
-Formats = Annotated[str, typer.Option(metavar="FORMAT,...", help="Formats to time, separated by commas.")]
+Formats = Annotated[
+    str,
+    typer.Option(metavar="FORMAT,...", help="Formats to time, separated by commas.", autocompletion=completed_list),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with null for NaN and infinity.")]
 Calibrate = Annotated[
     Path | None,

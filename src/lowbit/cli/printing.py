@@ -2,10 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterable
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
+
+NARROWEST = 60  # columns of a terminal
+_GAP = 2
 
 
 def print_json(value: Any) -> None:
@@ -21,10 +26,60 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def print_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    for line in (head, *rows):
-        typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+def terminal_width() -> int | None:
+    """The columns of the terminal, or None if stdout is not one: a file or a pipe gets whole lines."""
+    return max(NARROWEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: bool = False) -> None:
+    """Print a table that fits the terminal. `right`: align all columns but the first to the right."""
+    typer.echo("\n".join(table_lines(head, rows, terminal_width(), right=right)))
+
+
+def table_lines(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, *, right: bool = False
+) -> list[str]:
+    """The lines of a table of at most `width` columns.
+
+    If it is too wide, the first column, which names the row, is abbreviated in the middle. If less than a third of the
+    width is left for it, further columns follow below instead, with the first column again.
+    """
+    lines = [tuple(head), *map(tuple, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    if width is not None and sum(widths) + _GAP * (len(widths) - 1) > width:
+        others = sum(widths[1:]) + _GAP * (len(widths) - 1)
+        widths[0] = min(widths[0], width - others if width - others >= width // 3 else width // 2)
+        widths[1:] = [min(own, width - widths[0] - _GAP) for own in widths[1:]]
+    found: list[str] = []
+    for group in _groups(widths, width):
+        found += [""] if found else []
+        for line in lines:
+            sides = [">" if right and i else "<" for i in group]
+            cells = [
+                f"{abbreviated(line[i], widths[i]):{side}{widths[i]}}" for i, side in zip(group, sides, strict=True)
+            ]
+            found.append((" " * _GAP).join(cells).rstrip())
+    return found
+
+
+def _groups(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """The columns that are side by side, each time with the first one."""
+    groups, used = [[0]], widths[0]
+    for i, own in enumerate(widths[1:], 1):
+        used += _GAP + own
+        if width is not None and used > width and len(groups[-1]) > 1:
+            groups.append([0])
+            used = widths[0] + _GAP + own
+        groups[-1].append(i)
+    return groups
+
+
+def abbreviated(text: str, width: int) -> str:
+    """The text, with an ellipsis in its middle if it is longer than `width`."""
+    if len(text) <= width:
+        return text
+    end = (width - 1) // 2
+    return f"{text[: width - 1 - end]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - end :]}"
 
 
 def listed(file: Any, name: str) -> dict[str, Any]:

@@ -1,20 +1,61 @@
-"""Progress bars on stderr. Without a terminal they print nothing."""
+"""Progress on stderr: a bar in a terminal, otherwise a plain line now and then."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 T = TypeVar("T")
+EVERY = 10.0  # seconds between two lines
+
+
+class Lines:
+    """Progress as lines, at most one in `EVERY` seconds."""
+
+    def __init__(self, doing: str, print: Callable[[str], Any]):
+        self.doing, self.print = doing, print
+        self.start = self.said = time.monotonic()
+        self.first: int | None = None
+
+    def update(self, done: int, total: int, unit: str = "") -> None:
+        """Print how much is done, and how long the rest takes at the rate of this run."""
+        self.first = done if self.first is None else self.first
+        if not self.due() or done >= total:
+            return
+        rate = (done - self.first) / (self.said - self.start)
+        left = f", {seconds((total - done) / rate)} left" if rate else ""
+        amount = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB" if unit == "bytes" else f"{done} of {total}"
+        self.print(f"{self.doing}: {amount}{left}")
+
+    def say(self, text: str) -> None:
+        if self.due():
+            self.print(f"{self.doing}: {text}")
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now - self.said < EVERY:
+            return False
+        self.said = now
+        return True
+
+
+def seconds(count: float) -> str:
+    """A duration to read: 40 s, 3 min 20 s."""
+    whole = max(0, round(count))
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
 
 
 def shown(names: Sequence[T], doing: str) -> Iterator[T]:
-    """Iterate over names or other items, with a bar that counts them."""
+    """Iterate over names or other items, and show how many are done."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield from names
+        lines = Lines(doing, _printer(console))
+        for number, name in enumerate(names):
+            lines.update(number, len(names))
+            yield name
         return
     columns = (TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
@@ -25,18 +66,15 @@ def shown(names: Sequence[T], doing: str) -> Iterator[T]:
 def counted(
     doing: str,
 ) -> Iterator[tuple[Callable[[int, int], None], Callable[[str], None], Callable[[str], None]]]:
-    """Three functions: to update a bar with the bytes done and their total, to print a line above it, and to say what
-    is being done.
+    """Three functions: to show the bytes done and their total, to print a line, and to say what is being done.
 
     The rate counts only the bytes of this run.
     """
     console = Console(stderr=True)
-
-    def note(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    note = _printer(console)
     if not console.is_terminal:
-        yield lambda done, total: None, note, lambda text: None
+        lines = Lines(doing, note)
+        yield lambda done, total: lines.update(done, total, "bytes"), note, lines.say
         return
     columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
@@ -51,3 +89,7 @@ def counted(
             bar.update(task, completed=done)
 
         yield update, note, lambda text: bar.update(task, description=f"{doing}: {text}")
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 import lowbit
 from lowbit.calibration.allocation import Choice, chosen_formats
-from lowbit.calibration.collect import Observer
+from lowbit.calibration.collect import Observer, byte_count
 from lowbit.formats.moments import Moments
 from lowbit.io import Reader
 from lowbit.io._convert import header_bytes, plans_for
@@ -187,6 +187,8 @@ def allocated(
     gradients of the log-likelihood of tokens that are drawn from the predictions. The model is in memory in float32.
     """
     file, plans = source.file, []
+    if size is not None:
+        byte_count(size, "size")  # raises now, not after the gradients
     for _, config in formats:
         plans.append(plans_for(file, [*rules, Rule("*", config)], strict=False, requantize=requantize)[0])
     guided = _sensitivities(source, text, doing)

@@ -15,7 +15,7 @@ import numpy as np
 
 from lowbit.io import Reader, open_tensors
 
-from .language_model import PROMPT_STEP, STORED, LanguageModel, model_fields, read
+from .language_model import PROMPT_STEP, STORED, LanguageModel, model_fields
 from .llama import LlamaFile
 
 # Each window is evaluated separately; its first token is not predicted.
@@ -61,7 +61,10 @@ class Speed:
 
 def windows(model: LanguageModel, text: str) -> list[list[int]]:
     """The tokens of a text in windows of `WINDOW`, without an incomplete last one unless it is the only one."""
-    return split(model.tokenizer.encode(text))
+    ids = model.tokenizer.encode(text)
+    if len(ids) < 2:
+        raise ValueError(f"The text has {len(ids)} tokens: at least 2 are needed, and {WINDOW} fill a window.")
+    return split(ids)
 
 
 def split(ids: Sequence[int], size: int = WINDOW, most: int | None = None) -> list[list[int]]:
@@ -84,10 +87,11 @@ class Reference(NamedTuple):
 
 def references(model: LanguageModel, windows: Sequence[Sequence[int]]) -> list[Reference]:
     """The predictions of a model for each window of a text, in numpy arrays."""
-    return [
-        Reference(np.array(logits.astype(jnp.float16)), np.array(jnp.argmax(logits, -1)))
-        for logits in map(model.logits, windows)
-    ]
+    return [reference(logits) for logits in map(model.logits, windows)]
+
+
+def reference(logits: jax.Array) -> Reference:
+    return Reference(np.array(logits.astype(jnp.float16)), np.array(jnp.argmax(logits, -1)))
 
 
 def quality(model: LanguageModel, windows: Sequence[Sequence[int]], references: Sequence[Reference]) -> Quality:
@@ -97,10 +101,11 @@ def quality(model: LanguageModel, windows: Sequence[Sequence[int]], references: 
 
 def by_token(model: LanguageModel, window: Sequence[int], reference: Reference) -> np.ndarray:
     """Negative log-likelihood, divergence and agreement of each token of a window but the first: (3, tokens)."""
-    return _by_token(model.logits(window), reference, window)
+    return compared(model.logits(window), reference, window)
 
 
-def _by_token(logits: jax.Array, reference: Reference, window: Sequence[int]) -> np.ndarray:
+def compared(logits: jax.Array, reference: Reference, window: Sequence[int]) -> np.ndarray:
+    """The same, given the logits of the model."""
     return np.stack([np.asarray(x, np.float64) for x in _compared(logits, reference, jnp.asarray(window))])
 
 
@@ -177,7 +182,8 @@ class Evaluation:
                 f"{'KL of B from A, nats':22}{'':10}{own.divergence:>10.4g} +- {own.divergence_error:.2g}",
                 f"{'  99 % quantile':22}{'':10}{own.divergence_99:>10.4g}",
                 f"{'same top-1':22}{'':10}{own.agreement:>10.2%}",
-                f"{self.tokens:,} tokens in windows of {self.window}; perplexities of other windows do not compare.",
+                f"{self.tokens:,} tokens in windows of {self.window}.",
+                "Perplexities of other windows do not compare.",
             ]
         )
 
@@ -225,7 +231,7 @@ def evaluate(
         logits = [model.logits(part) for model in models]
         reference = Reference(*map(np.asarray, (logits[0], jnp.argmax(logits[0], -1))))
         for own, of_model in zip(found, logits, strict=True):
-            own.append(_by_token(of_model, reference, part))
+            own.append(compared(of_model, reference, part))
     first, second = files
     bits = stored_bits(first.file, first.file), stored_bits(second.file, second.file)
     linear = stored_bits(first.file, first.linears), stored_bits(second.file, second.linears)
@@ -244,50 +250,28 @@ def stored_bits(file: Reader, names: Iterable[str]) -> float:
 
 def speed(model: LanguageModel, prompt: Sequence[int], tokens: int) -> Speed:
     """How fast a model reads a prompt and generates after it."""
-    forever: Any = _Endless()
     prompt = (list(prompt) * (PROMPT_TOKENS // len(prompt) + 1))[:PROMPT_TOKENS]
-    batch = np.asarray(prompt, np.int32)[None]
-    endless = dataclasses.replace(model, tokenizer=forever)
+    runs = [seconds(model, prompt, tokens) for _ in range(RUNS)]
+    reading, writing = (min(times) for times in zip(*runs, strict=True))
+    return Speed(PROMPT_TOKENS / reading, tokens / writing)
 
-    def reading() -> None:
-        cache = model.cache(PROMPT_TOKENS + tokens)
-        jax.block_until_ready(cache)
-        with clock:
-            jax.block_until_ready(read(model.config, model.params, batch, cache, PROMPT_TOKENS - 1, model.formats))
 
-    def writing() -> None:
-        text = endless.generate(prompt, tokens + 1)
-        next(text)
-        with clock:
-            for _ in text:
-                pass
-
-    seconds = []
-    for work in (reading, writing):
-        clock = _Clock()
-        for _ in range(1 + RUNS):  # the first compiles
-            work()
-        seconds.append(min(clock.seconds[1:]))
-    return Speed(PROMPT_TOKENS / seconds[0], tokens / seconds[1])
+def seconds(model: LanguageModel, prompt: Sequence[int], tokens: int) -> tuple[float, float]:
+    """The time that a model takes to read a prompt, and to generate this number of tokens after the first."""
+    forever: Any = _Endless()
+    text = dataclasses.replace(model, tokenizer=forever).generate(prompt, tokens + 1)
+    start = time.perf_counter()
+    next(text)
+    read = time.perf_counter()
+    for _ in text:
+        pass
+    return read - start, time.perf_counter() - read
 
 
 class _Endless:
     """A tokenizer without an end token, so that every run generates the same number of tokens."""
 
     eos = None
-
-
-class _Clock:
-    """Collects the duration of each `with` block."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self.seconds.append(time.perf_counter() - self.start)
 
 
 def live_bytes() -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from lowbit import QuantizationConfig, Report, quantize_tree, shardings
+from lowbit import Calibration, QuantizationConfig, Report, quantize_tree, shardings
 from lowbit.io import Reader, open_tensors
 from lowbit.io._convert import plain_fields
 from lowbit.io.readers import is_stored
@@ -22,35 +23,47 @@ from lowbit.runtime import implicit
 
 from . import llama
 from .llama import DENSE, Formats, LlamaConfig
+from .sampling import Draw, Sampling, next_token
 from .tokenizer import HuggingFaceTokenizer, Tokenizer
 
-# Prompts and caches are padded to multiples of these numbers of tokens, so that few programs are compiled.
+# Prompts and caches are padded to multiples of these numbers of tokens.
 PROMPT_STEP, CACHE_STEP = 64, 64
-AT_ONCE = 8  # the tokens that one call of the compiled program generates
+AT_ONCE = 8  # the most tokens that one call of the compiled program generates
+SOON = 0.1  # seconds that such a call may take, so that text is shown as it is generated
+GREEDY = Sampling()
 GGUF_KEY = "general.architecture"
 STORED = "stored"  # a file in its own bits
 Progress = Callable[[int, int], None]  # called with the bytes that are done, and their total
 
 
-def likeliest(logits: jax.Array) -> jax.Array:
-    """The token of the largest logit. On CPU, two plain reductions are faster than argmax."""
-    numbers = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    largest = logits == jnp.max(logits, -1, keepdims=True)
-    return jnp.min(jnp.where(largest, numbers, numbers[-1]), -1)
-
-
 @partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
 @partial(implicit)
-def read(config: LlamaConfig, params: Any, tokens: jax.Array, cache: Any, last: Any, formats: Formats) -> Any:
+def read(
+    config: LlamaConfig,
+    params: Any,
+    tokens: jax.Array,
+    cache: Any,
+    last: Any,
+    formats: Formats,
+    draw: Draw | None = None,
+) -> Any:
     """The token after a prompt whose last token is at `last`, and the cache with the prompt."""
     logits, cache = llama.forward(config, params, tokens, cache, 0, last=last, formats=formats)
-    return likeliest(logits[:, -1:]), cache
+    return next_token(logits[:, -1:], draw, last + 1), cache
 
 
 @partial(jax.jit, static_argnames=("config", "formats"), donate_argnames=("cache",))
 @partial(implicit)
 def write(
-    config: LlamaConfig, params: Any, token: jax.Array, cache: Any, position: Any, most: Any, end: Any, formats: Formats
+    config: LlamaConfig,
+    params: Any,
+    token: jax.Array,
+    cache: Any,
+    position: Any,
+    most: Any,
+    end: Any,
+    formats: Formats,
+    draw: Draw | None = None,
 ) -> Any:
     """The tokens after the one at `position`, up to `most` <= AT_ONCE or to the token `end`; and the updated cache."""
 
@@ -61,7 +74,7 @@ def write(
     def following(state: Any) -> Any:
         count, token, found, cache = state
         logits, cache = llama.forward(config, params, token, cache, position + count, formats=formats)
-        token = likeliest(logits)
+        token = next_token(logits, draw, position + count + 1)
         return count + 1, token, found.at[count].set(token[0, 0]), cache
 
     state = jnp.int32(0), jnp.asarray(token, jnp.int32), jnp.zeros(AT_ONCE, jnp.int32), cache
@@ -96,12 +109,14 @@ class LanguageModel:
     """Parameters, dense or quantized, with the tokenizer of their file.
 
     - `formats`: of the keys and the values in the cache, None for float32.
+    - `prompt_step`: prompts are padded to multiples of this number of tokens, so that few programs are compiled.
     """
 
     config: LlamaConfig
     tokenizer: Tokenizer | HuggingFaceTokenizer
     params: Any
     formats: Formats = DENSE
+    prompt_step: int = PROMPT_STEP
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Self:
@@ -127,7 +142,14 @@ class LanguageModel:
             return model
         return model.quantized(format or "q4", strict=True, progress=progress)[0]
 
-    def quantized(self, rules: Rules, *, strict: bool = False, progress: Progress | None = None) -> tuple[Self, Report]:
+    def quantized(
+        self,
+        rules: Rules,
+        *,
+        strict: bool = False,
+        progress: Progress | None = None,
+        calibration: Calibration | None = None,
+    ) -> tuple[Self, Report]:
         """The same model with its weights quantized; the arguments are those of `quantize_tree`."""
         tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
         params, report = quantize_tree(
@@ -137,6 +159,7 @@ class LanguageModel:
             args=(tokens,),
             strict=strict,
             progress=progress,
+            calibration=calibration,
         )
         return dataclasses.replace(self, params=params), report
 
@@ -162,19 +185,26 @@ class LanguageModel:
     def cache(self, length: int) -> Any:
         """An empty cache for at least `length` tokens."""
         if length > self.config.context:
-            raise ValueError(f"{length} tokens exceed the context of this model, {self.config.context}.")
+            raise ValueError(
+                f"{length} tokens exceed the context of this model, {self.config.context}: shorten the prompt, or "
+                "generate fewer."
+            )
         room = min(math.ceil(length / CACHE_STEP) * CACHE_STEP, self.config.context)
         return llama.new_cache(self.config, room, self.formats)
 
-    def generate(self, prompt: Sequence[int], most: int) -> Iterator[int]:
-        """Generate up to `most` tokens after a prompt, the most likely one each time, until the end token."""
+    def generate(self, prompt: Sequence[int], most: int, sampling: Sampling = GREEDY) -> Iterator[int]:
+        """Generate up to `most` tokens after a prompt, until the end token; by default the most likely one each time.
+
+        Tokens are generated a few at a time, and one at a time if that takes long.
+        """
         if not prompt:
             raise ValueError("The prompt is empty: give at least one token.")
-        filled = math.ceil(len(prompt) / PROMPT_STEP) * PROMPT_STEP
-        cache = self.cache(max(len(prompt) + most, filled))
+        filled = math.ceil(len(prompt) / self.prompt_step) * self.prompt_step
+        cache = self.cache(max(len(prompt) + most, min(filled + most, self.config.context)))
         tokens = np.zeros((1, min(filled, cache["k"].shape[-2])), np.int32)
         tokens[0, : len(prompt)] = prompt
-        token, cache = read(self.config, self.params, tokens, cache, len(prompt) - 1, self.formats)
+        draw, at_once = sampling.draw, 1
+        token, cache = read(self.config, self.params, tokens, cache, len(prompt) - 1, self.formats, draw)
         end = -1 if self.tokenizer.eos is None else self.tokenizer.eos
         found, position = np.asarray(token)[0, :most], len(prompt)
         while True:
@@ -182,10 +212,11 @@ class LanguageModel:
             left = most - (position + len(found) - len(prompt))
             if left <= 0 or end in found:
                 return
-            position += len(found)
-            state = found[None, -1:], cache, position - 1, min(left, AT_ONCE), end
-            found, cache = write(self.config, self.params, *state, self.formats)
-            found = np.asarray(found)[: min(left, AT_ONCE)]
+            position, count, start = position + len(found), min(left, at_once), time.monotonic()
+            state = found[None, -1:], cache, position - 1, count, end
+            found, cache = write(self.config, self.params, *state, self.formats, draw)
+            found = np.asarray(found)[:count]
+            at_once = min(2 * count, AT_ONCE) if time.monotonic() - start < SOON else 1
 
     def logits(self, tokens: Sequence[int]) -> jax.Array:
         """The logits after each token of a text: (tokens, vocabulary)."""

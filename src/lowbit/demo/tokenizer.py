@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 
+class TemplateError(ValueError):
+    """A model whose chat template cannot be applied."""
+
+
 class _Pre(NamedTuple):
     """The meaning of a value of `tokenizer.ggml.pre`.
 
@@ -176,10 +180,11 @@ class Tokenizer:
         template = self._chat_template or ""
         absent = [token for token in (_TURN, _TURN_END) if token not in self._control or token not in template]
         if absent:
-            raise ValueError(
+            if not template:
+                raise TemplateError("The file has no chat template (the GGUF field tokenizer.chat_template).")
+            raise TemplateError(
                 f"The GGUF field tokenizer.chat_template is not ChatML, the only supported template: "
-                f"{' and '.join(absent)} must be in it and a control token. "
-                "Build the prompt yourself and pass it to `encode`."
+                f"{' and '.join(absent)} must be in it and a control token."
             )
         if system is None and (found := _DEFAULT_SYSTEM.search(template.replace("\\n", "\n"))):
             system = found[1]
@@ -244,9 +249,7 @@ class HuggingFaceTokenizer:
         """The ids of a conversation that begins with `prompt`, up to where the model is to answer."""
         template = self._chat_template if isinstance(self._chat_template, str) else ""
         if _TURN not in template or self._tokenizer.token_to_id(_TURN) is None:
-            raise ValueError(
-                "tokenizer_config.json has no ChatML template, the only one that is supported. Use `encode` instead."
-            )
+            raise TemplateError("tokenizer_config.json has no ChatML template, the only one that is supported.")
         system = _DEFAULT_SYSTEM.search(template.replace("\\n", "\n"))
         turns = ([f"system\n{system[1]}"] if system else []) + [f"user\n{prompt}"]
         text = "".join(f"{_TURN}{turn}{_TURN_END}\n" for turn in turns) + f"{_TURN}assistant\n"

@@ -4,6 +4,8 @@ A custom format is a `Layout` added by `declare`, or a subclass of `QuantizedArr
 see `examples/new_format.py`.
 """
 
+import importlib
+
 from ._inputs import axis_spans, checked_input, finite_or_nan, raise_if_not_finite
 from .blocks import WHOLE, block_max, block_sum, pack, spread, unpack
 from .int8 import Array8B
@@ -38,3 +40,7 @@ __all__ = [
     "stored",
     "unpack",
 ]
+
+# Arrays must not meet JAX without their rules, whichever module of lowbit is imported first. This is the last line
+# since the rules import the names above.
+importlib.import_module("lowbit.rules")

@@ -174,6 +174,8 @@ def _rounded_columns(feedback: jax.Array, levels: SortedLevels, given: Any) -> j
             wanted, errors, found = state
             position = levels.nearest((wanted[i] - offsets[i]) * inverse[i])
             error = w[i] - (levels.decode(position) * scales[i] + offsets[i])
+            # Without the barrier XLA computes the error anew for every row of the outer product: three times the time.
+            position, error = lax.optimization_barrier((position, error))
             # Row i itself is done: what its own entry of the corner, 1, adds to it does not matter.
             return wanted + jnp.outer(corner[:, i], error), errors.at[i].set(error), found.at[i].set(position)
 

@@ -1,5 +1,6 @@
 """Kernels for CPU, GPU and TPU, and the reference. No public names."""
 
+from lowbit import formats as formats  # first: it imports the rules, which need modules of this room
 from lowbit.dispatch import register_kernel
 
 from . import cpu, gpu, tpu

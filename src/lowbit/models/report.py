@@ -133,7 +133,9 @@ class Report:
         """Stored bits per element, over all leaves."""
         return _bits(self.after, self.size)
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> list[tuple[str, ...]]:
+        """The cells of the table: its head, a line for each row, and the total."""
         table: list[tuple[str, ...]] = [("path", "shape", "format", "axis", "bits", "MB", "error", "why")]
         for row in self.rows:
             table.append(
@@ -153,6 +155,10 @@ class Report:
         if any(row.output_after is not None for row in self.rows):
             cells = ["output error", *map(_outputs, self.rows), ""]
             table = [(*line[:-1], cell, line[-1]) for line, cell in zip(table, cells, strict=True)]
+        return table
+
+    def __str__(self) -> str:
+        table = self.table
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = [
             "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
