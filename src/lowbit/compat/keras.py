@@ -21,8 +21,8 @@ import jax
 import lowbit
 from lowbit.runtime import is_implicit
 
-# The methods through which Keras runs a model, of those that a model has.
-METHODS = ("call", "stateless_call", "train_step", "test_step")
+# The methods that get values of variables from Keras as arguments, of those that a model has.
+METHODS = ("stateless_call", "train_step", "test_step")
 
 
 def quantize_model(model: Any, rules: Any, *, args: Sequence[Any] = (), strict: bool = False) -> lowbit.Report:
@@ -44,7 +44,11 @@ def quantize_model(model: Any, rules: Any, *, args: Sequence[Any] = (), strict: 
         )
     if not model.built:
         raise ValueError(f"{model.name!r} has no weights yet: call it, or model.build(...), before quantize_model.")
-    call = stateless(model, functools.partial(model, training=False))
+    run = _stateless(model.variables, functools.partial(model, training=False))
+
+    def call(values: Mapping[str, Any], *args: Any) -> Any:
+        return run([values[v.path] for v in model.variables], *args)[0]
+
     quantized, report = lowbit.quantize_tree(weights(model), rules, fn=call, args=tuple(args), strict=strict)
     set_weights(model, quantized)
     return report
@@ -80,15 +84,29 @@ def set_weights(model: Any, values: Mapping[str, Any]) -> None:
     _run_implicitly(model)
 
 
-def stateless(model: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a Keras model as a function of its weights: `stateless(model, method)(weights(model), *args)`."""
+def _stateless(variables: Sequence[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` as a function of the values of variables: its result, and the values that it changed by position."""
 
-    def run(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        mapping = [(v, values[v.path]) for v in model.variables]
-        with _keras().StatelessScope(state_mapping=mapping):
-            return method(*args, **kwargs)
+    def run(values: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[int, Any]]:
+        with _keras().StatelessScope(state_mapping=list(zip(variables, values, strict=True))) as scope:
+            before = [scope.get_current_value(v) for v in variables]
+            out = method(*args, **kwargs)
+            after = [scope.get_current_value(v) for v in variables]
+        return out, {i: new for i, (old, new) in enumerate(zip(before, after, strict=True)) if new is not old}
 
     return run
+
+
+def _implicitly(variables: Sequence[Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Call what `_stateless` made, with the present values of the variables, and assign those that it changed."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out, changed = run([v.value for v in variables], *args, **kwargs)
+        for i, value in changed.items():
+            variables[i].assign(value)
+        return out
+
+    return call
 
 
 def _keras() -> Any:
@@ -117,33 +135,36 @@ def _holder(cls: type) -> type:
 
 def _run_implicitly(model: Any) -> None:
     """Run the methods of a model under `implicit`, once; forget what was compiled for other weights."""
-    if "make_generate_function" not in vars(model) and hasattr(model, "generate_step"):
-        model.make_generate_function = functools.cache(functools.partial(_generate_function, model))
-    for name in METHODS:
-        if hasattr(model, name) and name not in vars(model):
-            setattr(model, name, lowbit.implicit(getattr(model, name)))
+    if "call" not in vars(model):
+        plain = model.call
+        variables = list(model.variables)
+        eager = _implicitly(variables, lowbit.implicit(_stateless(variables, plain)))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Inside of the methods below, variables read as dense arrays.
+            return (eager if any(is_implicit(v.value) for v in variables) else plain)(*args, **kwargs)
+
+        model.call = call
+        for name in METHODS:
+            if hasattr(model, name):
+                setattr(model, name, lowbit.implicit(getattr(model, name)))
+        if hasattr(model, "generate_step"):
+            model.make_generate_function = functools.partial(_generate_function, model)
     for name in ("train_function", "test_function", "predict_function", "generate_function"):
         if hasattr(model, name):
             setattr(model, name, None)
 
 
 def _generate_function(model: Any) -> Callable[..., Any]:
-    """keras-hub's compiled generation, as a function of the weights."""
+    """keras-hub's compiled generation, as a function of the weights; the sampler has random seeds."""
+    if model.generate_function is None:
+        variables = [*model.variables, *model.sampler.variables]
+        run = jax.jit(lowbit.implicit(_stateless(variables, model.generate_step)), static_argnames="stop_token_ids")
+        generate = _implicitly(variables, run)
 
-    def step(values: Any, seeds: list[Any], inputs: Any, stop_token_ids: Any) -> Any:
-        mapping = [*((v, values[v.path]) for v in model.variables), *zip(model.sampler.variables, seeds, strict=True)]
-        with _keras().StatelessScope(state_mapping=mapping) as scope:
-            outputs = model.generate_step(inputs, stop_token_ids)
-        return outputs, [scope.get_current_value(v) for v in model.sampler.variables]
+        def call(inputs: Any, stop_token_ids: Any = None) -> Any:
+            stop = tuple(stop_token_ids) if isinstance(stop_token_ids, list) else stop_token_ids
+            return generate(jax.tree.map(_keras().ops.convert_to_tensor, inputs), stop_token_ids=stop)
 
-    compiled = jax.jit(lowbit.implicit(step), static_argnums=3)
-
-    def generate(inputs: Any, stop_token_ids: Any = None) -> Any:
-        stop = tuple(stop_token_ids) if isinstance(stop_token_ids, list) else stop_token_ids
-        seeds = [v.value for v in model.sampler.variables]
-        outputs, new = compiled(weights(model), seeds, jax.tree.map(_keras().ops.convert_to_tensor, inputs), stop)
-        for v, value in zip(model.sampler.variables, new, strict=True):
-            v.assign(value)
-        return outputs
-
-    return generate
+        model.generate_function = call
+    return model.generate_function
