@@ -168,9 +168,10 @@ stream: $(VENV)/test
 	$(VENV)/bin/python benchmarks/stream.py --formats ternary,binary --gigabytes 1 --runs 1 --repeat 5
 	$(VENV)/bin/python tests/kill.py --kills 200
 
-# The code blocks of docs/frameworks.md for packages whose versions clash, each in an environment of its own.
+# Models of other libraries, each family of packages in an environment of its own: FAMILIES=newest for one of them.
+FAMILIES ?=
 test-frameworks: dist/built
-	$(VENV)/bin/python tests/frameworks.py $$(ls dist/*.whl)
+	$(VENV)/bin/python tests/frameworks.py $$(ls dist/*.whl) $(FAMILIES)
 
 # The examples of training in full: the language model of the demo, and models from scratch; minutes each.
 train-examples: $(VENV)/test
@@ -232,4 +233,4 @@ $(GPU)/test: constraints.txt $(VENV)/test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(TPU) $(GPU) .venv-jax-* dist build
+	rm -rf $(VENV) $(OLDEST) $(TPU) $(GPU) .venv-jax-* .venv-frameworks-* dist build

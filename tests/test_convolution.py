@@ -18,11 +18,13 @@ def normal(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(sum(shape)), shape)
 
 
-def convolution(layout: str, strides: Any = (1, 1), padding: Any = "SAME", groups: int = 1) -> Callable[..., jax.Array]:
-    dims = tuple(layout.split())
+def convolution(
+    layout: str, strides: Any = (1, 1), padding: Any = "SAME", groups: int = 1, **options: Any
+) -> Callable[..., jax.Array]:
+    options |= {"dimension_numbers": tuple(layout.split()), "feature_group_count": groups}
 
     def fn(w: Any, x: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=dims, feature_group_count=groups)
+        return lax.conv_general_dilated(x, w, strides, padding, **options)
 
     return fn
 
@@ -30,6 +32,13 @@ def convolution(layout: str, strides: Any = (1, 1), padding: Any = "SAME", group
 # A program, the shapes of kernel and image, and the axes of the inputs.
 PROGRAMS = {
     "3 x 3": (convolution("NHWC HWIO NHWC"), (3, 3, 16, 32), (2, 4, 4, 16), (-4, -3, -2)),
+    "many patches": (convolution("NHWC HWIO NHWC"), (3, 3, 16, 16), (2, 8, 8, 16), (-4, -3, -2)),
+    "dilated": (
+        convolution("NHWC HWIO NHWC", (2, 1), ((2, 1), (0, 3)), rhs_dilation=(1, 2), lhs_dilation=(2, 1)),
+        (3, 2, 16, 32),
+        (1, 4, 5, 16),
+        (-4, -3, -2),
+    ),
     "channels first": (convolution("NCHW OIHW NHWC", (2, 2)), (32, 16, 3, 3), (2, 16, 4, 4), (-3, -2, -1)),
     "depthwise": (convolution("NHWC HWIO NHWC", groups=64), (5, 5, 1, 64), (2, 4, 4, 64), (-4, -3, -2)),
     "1 x 1": (convolution("NHWC HWIO NCHW"), (1, 1, 32, 48), (2, 4, 4, 32), -2),
@@ -44,6 +53,8 @@ def test_a_convolution_equals_the_dense_one(name: str) -> None:
     x = normal(*image)
     params, report = quantize_tree({"w": normal(*shape)}, {"w": "int8"}, fn=lambda p, x: fn(p["w"], x), args=(x,))
     assert report["w"].axis == axis
+    program = str(jax.make_jaxpr(implicit(fn))(params["w"], x))
+    assert ("lowbit_matmul" in program) == (name not in ("many patches", "depthwise"))
     w, dense = params["w"], lowbit.materialize(params["w"])
 
     def gradient(fn: Callable[..., jax.Array], w: Any) -> Callable[..., Any]:
@@ -84,3 +95,36 @@ def test_layers_and_half_precision() -> None:
         got = jax.jit(implicit(fn))(stack.astype(jnp.bfloat16), x)
     assert got.dtype == jnp.bfloat16
     assert_close(got.astype(jnp.float32), fn(stack.materialize(), x.astype(jnp.float32)), 2e-2)
+
+
+@pytest.mark.parametrize("format", ["q4", "int8"])
+def test_blocks_of_a_kernel_with_outputs_first(format: str) -> None:
+    fn, _, image, _ = PROGRAMS["channels first"]
+    w, x = lowbit.quantize(normal(32, 64, 3, 3), format, axis=-3, block_size=32), normal(2, 64, *image[2:])
+    with lowbit.materialization("error"):
+        assert dense_weights(implicit(fn), w, x) == []
+        assert_close(implicit(fn)(w, x), fn(w.materialize(), x), 1e-4)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_adapters(name: str) -> None:
+    fn, shape, image, _ = PROGRAMS[name]
+    x = normal(*image)
+
+    def model(p: Any, x: jax.Array) -> jax.Array:
+        return fn(p["w"], x)
+
+    params, _ = quantize_tree({"w": normal(*shape)}, {"w": "int8"}, fn=model, args=(x,))
+    params = lowbit.lora(params, "w", rank=4, alpha=2, key=jax.random.key(0), fn=model, args=(x,))
+    w = params["w"].replace(b=normal(*params["w"].b.shape))
+    trained, frozen = lowbit.partition({"w": w})
+
+    def loss(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda trained: jnp.sin(fn(lowbit.combine(trained, frozen), x)).sum()
+
+    with lowbit.materialization("error"):
+        assert dense_weights(implicit(model), {"w": w}, x) == []
+        assert_close(jax.jit(implicit(model))({"w": w}, x), fn(w.materialize(), x), 1e-4)
+        got = jax.jit(jax.grad(loss(implicit(model))))(trained)
+    want = jax.grad(loss(lambda p, x: fn(p["w"].materialize(), x)))(trained)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 1e-4)

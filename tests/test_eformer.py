@@ -173,19 +173,35 @@ def test_straight_through_in_a_training_step(name: str, options: dict) -> None:
     assert_close(getattr(quantization, name)(W, **options), want)
 
 
-def test_rsr_operators() -> None:
-    binary = jnp.array([[0, 1, 1, 0], [1, 0, 0, 1]], jnp.int32)
-    v = jnp.array([1.0, 2.0])
-    for operator in (
-        quantization.RSROperatorBinary.from_matrix(binary, k=4),
-        quantization.RSROperatorBinary.quantize(binary),
-    ):
-        assert_close(operator.dot(v), v @ binary.astype(jnp.float32))
-        assert_close(operator.materialize(), binary.astype(jnp.float32))
-    ternary = jnp.array([[-1, 0, 1], [1, -1, 0]], jnp.int32)
-    assert_close(quantization.RSROperatorTernary.from_matrix(ternary, k=4).dot(v), v @ ternary.astype(jnp.float32))
-    with pytest.raises(ValueError, match="RSROperatorBinary"):
-        quantization.RSROperatorBinary.from_matrix(ternary)
+@pytest.mark.parametrize("name", ["RSROperatorBinary", "RSROperatorTernary"])
+def test_rsr_operators(name: str) -> None:
+    cls = getattr(quantization, name)
+    matrix = jax.random.randint(jax.random.key(0), (24, 20), *((0, 2) if name.endswith("Binary") else (-1, 2)))
+    v, rows = jnp.arange(24.0) / 8, jax.random.normal(jax.random.key(1), (3, 24))
+    operators = [cls.from_matrix(matrix, k=4), jax.jit(cls.from_matrix)(matrix)]
+    if name.endswith("Binary"):
+        operators.append(cls.quantize(matrix))
+    for operator in operators:
+        assert operator.nbytes < matrix.size  # 2 bits a value and one scale a row, not a byte
+        assert_same_bits(operator.materialize(), matrix)
+        with lowbit.materialization("error"):
+            for program in (operator.dot, jax.jit(lambda v, operator=operator: operator.dot(v))):
+                assert_close(program(v), v @ matrix.astype(jnp.float32))
+            assert_close(rows @ operator, rows @ matrix.astype(jnp.float32))
+            assert_close(jax.grad(lambda v, operator=operator: operator.dot(v).sum())(v), matrix.sum(1).astype(v.dtype))
+
+
+def test_rsr_operators_refuse_other_matrices_and_vectors() -> None:
+    matrix = jnp.array([[-1, 0, 1], [1, -1, 0]], jnp.int32)
+    for cls in (quantization.RSROperatorBinary, quantization.RSROperatorTernary):
+        with pytest.raises(TypeError, match=rf"{cls.__name__}.from_matrix needs an integer matrix, but A is float32"):
+            cls.from_matrix(abs(matrix).astype(jnp.float32))
+        with pytest.raises(ValueError, match=rf"{cls.__name__} needs a matrix of values"):
+            cls.from_matrix(3 * matrix)
+        with pytest.raises(ValueError, match=r"dot needs a vector of shape \(2,\), but v has shape \(3,\)"):
+            cls.from_matrix(abs(matrix)).dot(jnp.ones(3))
+    with pytest.raises(ValueError, match="RSROperatorBinary needs"):
+        quantization.RSROperatorBinary.from_matrix(matrix)
 
 
 def test_sharding_methods() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,3 +111,22 @@ def test_what_cannot_come_out_raises() -> None:
         return y, nnx.pop(model, nnx.Intermediate)
 
     assert_close(popped(model, X)[1]["hidden"].get_value(), X)
+
+
+@pytest.mark.parametrize("around", [jax.jit, eqx.filter_jit])
+def test_changes_that_a_transformation_of_jax_would_lose_raise(around: Any) -> None:
+    model, dense = quantized(Block(nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"lose that change\. Use those of NNX, nnx\.jit\(lowbit\.implicit\(fn\)\)"):
+        around(implicit(call))(model, X)
+
+    @jax.jit
+    def returned(state: Any, x: jax.Array) -> Any:
+        model = nnx.merge(graph, state)
+        y = implicit(call)(model, x)
+        return y, nnx.state(model)
+
+    graph, state = nnx.split(model)
+    y, state = returned(state, X)
+    nnx.update(model, state)
+    assert_close(y, call(dense, X), 1e-4)
+    assert_close(changing(model), changing(dense), 1e-4)

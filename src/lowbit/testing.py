@@ -37,7 +37,7 @@ def dense_weights(fn_or_jaxpr: Callable[..., Any] | Any, *args: Any) -> list[Den
     >>> lowbit.testing.dense_weights(lambda x, q: x @ q.materialize(), x, q)[-1]
     DenseWeight(primitive='mul', shape=(64, 32), dtype='float32', line='...')
     """
-    program: Any = fn_or_jaxpr if is_jaxpr(fn_or_jaxpr) else jax.make_jaxpr(fn_or_jaxpr)(*args)
+    program: Any = fn_or_jaxpr if is_jaxpr(fn_or_jaxpr) else jax.make_jaxpr(lambda *args: fn_or_jaxpr(*args))(*args)
     jaxpr = opened(program).jaxpr
     weights = [leaf.shape for leaf in jax.tree.leaves(args, is_leaf=is_implicit) if is_implicit(leaf)]
     found = list(equations(jaxpr))

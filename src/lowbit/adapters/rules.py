@@ -113,6 +113,47 @@ def _(
     return (apply(product, x, w.base) + product(few, w.b.astype(wide))).astype(dtype)
 
 
+@register("conv_general_dilated")
+def _(
+    x: jax.Array,
+    w: LoraArray,
+    *,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    preferred_element_type: Any,
+    **params: Any,
+) -> Any:
+    """A convolution with the base, and one with the factor that has the window, whose outputs the other one mixes."""
+    outputs = dimension_numbers.rhs_spec[0]
+    roles = "".join(role for i, role in enumerate(w.roles) if i != outputs)
+    if batch_group_count != 1 or w.layers or w.roles[outputs] in roles:
+        return NotImplemented
+    dtype = preferred_element_type or jnp.promote_types(x.dtype, w.dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)  # as for products
+
+    def convolved(x: jax.Array, kernel: Any) -> jax.Array:
+        return lax.conv_general_dilated_p.bind(
+            x,
+            kernel,
+            dimension_numbers=dimension_numbers,
+            feature_group_count=feature_group_count,
+            batch_group_count=1,
+            preferred_element_type=wide,
+            **params,
+        )
+
+    near, far = (w.a, w.b) if w.roles[outputs] == OF_B else (w.b, w.a.T)
+    # Each group of inputs has outputs of its own, and so it has `rank` of them here.
+    few = convolved(x.astype(wide), jnp.concatenate([near.astype(wide)] * feature_group_count, outputs)) * w.scale
+    features = dimension_numbers.out_spec[1]
+    few = jnp.moveaxis(few, features, -1)
+    few = few.reshape(*few.shape[:-1], feature_group_count, w.rank)
+    delta = jnp.einsum("...gr,rgo->...go", few, far.astype(wide).reshape(w.rank, feature_group_count, -1))
+    delta = jnp.moveaxis(delta.reshape(*delta.shape[:-2], -1), -1, features)
+    return (apply(convolved, x, w.base) + delta).astype(dtype)
+
+
 def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, tuple | list) else x
 

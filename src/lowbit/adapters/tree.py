@@ -204,7 +204,10 @@ def _adapted(base: Any, axes: _Axes, rank: int, scale: float, key: jax.Array, dt
 def _layers_and_inputs(path: str, base: Any, use: Found | None) -> _Axes | None:
     """The axes of a weight by the program, by the scales of the base, or by its name; None if they are not known."""
     ndim = len(base.shape)
-    known = [use.axes if use is not None else None, base.scale_axes if is_quantized(base) else None]
+    known = [
+        (*use.axes, *use.window) if use is not None and use.axes else None,
+        base.scale_axes if is_quantized(base) else None,
+    ]
     axes = next((axes for axes in (*known, axes_by_name(path, base.shape).axes) if axes is not None), None)
     if axes is None and ndim > 2:
         return None

@@ -43,6 +43,7 @@ class Found:
     - `convolved`: True if the program uses it as the kernel of a convolution, and in no product.
     - `stacked`: the axes, counted from the end, of layers and experts, each of which has inputs of its own.
     - `looked_up`: it is in no product, and its rows are looked up.
+    - `window`: the axes of a convolution window with one element, where the convolution is a product.
     """
 
     axes: tuple[int, ...] | None
@@ -54,6 +55,7 @@ class Found:
     convolved: bool = False
     stacked: tuple[int, ...] = ()
     looked_up: bool = False
+    window: tuple[int, ...] = ()
 
 
 def axes_by_name(path: str, shape: Sequence[int]) -> Found:
@@ -119,15 +121,16 @@ def _conclude(uses: "set[_Use]", shape: Sequence[int]) -> Found:
     if summed:
         (axes,) = summed
         stacked = {a for use in uses if use.kind == "stack" for a in use.axes if shape[a] > 1 and a not in axes}
-        own, stacked = (tuple(a - ndim for a in sorted(some)) for some in (axes, stacked))
-        return Found(own, "fn", contracted=True, stacked=stacked)
+        window = {a for use in uses if use.kind == "window" for a in use.axes}
+        own, stacked, window = (tuple(a - ndim for a in sorted(some)) for some in (axes, stacked, window))
+        return Found(own, "fn", contracted=True, stacked=stacked, window=window)
     if any(use.kind == "lookup" for use in uses) and ndim >= 2:
         return Found((-1,), "fn: rows are looked up", looked_up=True)
     if (kernels := [use for use in uses if use.kind == "convolution"]) and len({use.axes for use in kernels}) == 1:
         # Where a format has blocks along one axis, that is the longest.
         axes = tuple(a - ndim for a in sorted(kernels[0].axes, key=lambda a: (shape[a], a)))
         return Found(axes, f"fn uses it in a convolution{kernels[0].line()}", multiplied=False, convolved=True)
-    others = {use.kind: use.line for use in uses if use.kind != "stack"}
+    others = {use.kind: use.line for use in uses if use.kind not in ("stack", "window")}
     if not others:
         return Found(None, "fn does not use it", told=False)
     named = ", ".join(f"{kind}{line()}" for kind, line in sorted(others.items()))
@@ -245,6 +248,8 @@ class _Uses:
             one = all(_shape(eqn.invars[1])[a] == 1 for a in window) and params["feature_group_count"] == 1
             self.note(views[0], name, eqn=eqn)
             self.note(views[1], "product" if one else "convolution", [inputs, *([] if one else window)], eqn)
+            if one:
+                self.note(views[1], "window", window)
             return
         # Batch axes are stacked layers or experts, each with its own scales.
         dims = params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]

@@ -1,7 +1,14 @@
-"""Convolutions with a quantized kernel: those with a window of one element are products, others decode inside one
-operation."""
+"""Convolutions with a quantized kernel.
 
+A convolution is a product of patches of x with the kernel as a matrix. That is how it runs if its window has one
+element, and on CPU if it has few patches, where the native product is faster than decoding the kernel for a dense
+convolution (benchmarks/convolutions.py). Others decode the kernel inside one operation.
+"""
+
+import functools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -13,7 +20,74 @@ from lowbit.ops.conv import conv
 from lowbit.runtime import register
 
 from .contraction import product
-from .structural import squeezed
+
+# Patches for each output feature, up to which the product is at least as fast.
+FEW_PATCHES = 4
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """The parameters of `lax.conv_general_dilated`, hashable."""
+
+    window_strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    dimension_numbers: Any
+    feature_group_count: int
+    batch_group_count: int
+    precision: Any
+
+    def __call__(self, x: jax.Array, w: QuantizedArray, dtype: Any) -> jax.Array:
+        return conv(x, w, dtype, **{field.name: getattr(self, field.name) for field in fields(self)})
+
+    def places(self, x: jax.Array, w: QuantizedArray) -> list[int]:
+        """The number of patches along each axis of the window."""
+        sizes = zip(self.dimension_numbers.lhs_spec[2:], self.dimension_numbers.rhs_spec[2:], strict=True)
+        return [
+            max((sum(pads) + max((x.shape[a] - 1) * grown + 1, 0) - ((w.shape[b] - 1) * apart + 1)) // step + 1, 0)
+            for (a, b), pads, grown, apart, step in zip(
+                sizes, self.padding, self.lhs_dilation, self.rhs_dilation, self.window_strides, strict=True
+            )
+        ]
+
+    def as_product(self, x: jax.Array, w: QuantizedArray, dtype: Any) -> Any:
+        """The product of the patches with the kernel, or NotImplemented if it cannot be stored as one matrix."""
+        numbers, count = self.dimension_numbers, x.ndim - 2
+        places, window = self.places(x, w), [w.shape[a] for a in numbers.rhs_spec[2:]]
+        batch, features, *axes = numbers.lhs_spec
+        x = lax.transpose(x, [batch, *axes, features])
+        borders = [(low, high, grown - 1) for (low, high), grown in zip(self.padding, self.lhs_dilation, strict=True)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *borders, (0, 0, 0)])
+        for a, (length, size, step, apart) in enumerate(
+            zip(places, window, self.window_strides, self.rhs_dilation, strict=True), start=1
+        ):
+            ends = [i * apart + (length - 1) * step + 1 for i in range(size)]
+            slices = [lax.slice_in_dim(x, i * apart, end, step, a) for i, end in enumerate(ends)]
+            x = jnp.stack(slices, -2)  # (batch, *places, *window, features)
+        _, inputs, *spots = numbers.rhs_spec
+        y = product(
+            x,
+            w,
+            (tuple(range(count + 1, x.ndim)), (*spots, inputs)),
+            ((), ()),
+            precision=self.precision,
+            preferred_element_type=dtype,
+        )
+        if y is NotImplemented:
+            return y
+        wanted = dict(zip(numbers.out_spec, (0, count + 1, *range(1, count + 1)), strict=True))
+        return lax.transpose(y, [wanted[a] for a in range(count + 2)])
+
+
+# Compiled, so that the branches of an eager call are traced once.
+@functools.partial(jax.jit, static_argnames=("convolution", "dtype"))
+def _by_platform(x: jax.Array, w: QuantizedArray, *, convolution: _Convolution, dtype: Any) -> jax.Array:
+    def as_product(x: jax.Array, w: QuantizedArray) -> jax.Array:
+        y = convolution.as_product(x, w, dtype)
+        return convolution(x, w, dtype) if y is NotImplemented else y
+
+    return lax.platform_dependent(x, w, cpu=as_product, default=lambda x, w: convolution(x, w, dtype))
 
 
 @register("conv_general_dilated")
@@ -31,41 +105,24 @@ def _(
     precision: Any,
     preferred_element_type: Any,
 ) -> Any:
-    dtype = preferred_element_type or jnp.promote_types(x.dtype, w.dtype)
+    dtype = jnp.dtype(preferred_element_type or jnp.promote_types(x.dtype, w.dtype))
     if not jnp.issubdtype(dtype, jnp.floating):
         return NotImplemented
-    _, inputs, *window = dimension_numbers.rhs_spec
-    plain = feature_group_count == batch_group_count == 1 and all(step == 1 for step in lhs_dilation)
-    if plain and all(w.shape[a] == 1 for a in window) and not any(map(any, padding)):
-        batch, features, *places = dimension_numbers.lhs_spec
-        strides = [1] * x.ndim
-        for a, step in zip(places, window_strides, strict=True):
-            strides[a] = step
-        x = lax.slice(x, [0] * x.ndim, x.shape, strides)
-        axis = inputs - sum(a < inputs for a in window)
-        y = product(
-            x,
-            squeezed(w, window),
-            ((features,), (axis,)),
-            ((), ()),
-            precision=precision,
-            preferred_element_type=dtype,
-        )
-        # The product has the axes of x without its features, and the new features last.
-        found = {a: i for i, a in enumerate(a for a in range(x.ndim) if a != features)}
-        order = [found[batch], x.ndim - 1, *(found[a] for a in places)]
-        wanted = dict(zip(dimension_numbers.out_spec, order, strict=True))
-        return y if y is NotImplemented else lax.transpose(y, [wanted[a] for a in range(x.ndim)])
-    return conv(
-        x,
-        w,
-        dtype,
-        window_strides=window_strides,
-        padding=tuple(map(tuple, padding)),
-        lhs_dilation=lhs_dilation,
-        rhs_dilation=rhs_dilation,
-        dimension_numbers=dimension_numbers,
-        feature_group_count=feature_group_count,
-        batch_group_count=batch_group_count,
-        precision=precision,
+    convolution = _Convolution(
+        tuple(window_strides),
+        tuple((low, high) for low, high in padding),
+        tuple(lhs_dilation),
+        tuple(rhs_dilation),
+        dimension_numbers,
+        feature_group_count,
+        batch_group_count,
+        precision,
     )
+    outputs, _, *window = dimension_numbers.rhs_spec
+    if feature_group_count == batch_group_count == 1:
+        if all(w.shape[a] == 1 for a in window):
+            return convolution.as_product(x, w, dtype)
+        patches = x.shape[dimension_numbers.lhs_spec[0]] * math.prod(convolution.places(x, w))
+        if patches <= FEW_PATCHES * w.shape[outputs]:
+            return _by_platform(x, w.resolved(), convolution=convolution, dtype=dtype)
+    return convolution(x, w, dtype)

@@ -5,6 +5,7 @@ index of a cache) would be lost. The objects are split and merged as the transfo
 a variable that several modules share one variable.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -61,9 +62,29 @@ def run_with_objects(run: Callable[..., Any], fn: Callable[..., Any], args: Any,
 
     out, changed, same = run(pure, state, rest)
     if changed:
+        _refuse_copies()
         paths = [path for (path, _), kept in zip(nnx.to_flat_state(state), same, strict=True) if not kept]
         nnx.update(objects, nnx.from_flat_state(list(zip(paths, changed, strict=True))))
     return out
+
+
+# Packages whose transformations call a function with copies of the objects that they were given.
+_COPYING = ("jax", "equinox")
+
+
+def _refuse_copies() -> None:
+    """Raise if a transformation of JAX called the function: nobody sees what changes in its copies of the objects."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(__package__):
+        frame = frame.f_back
+    if frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _COPYING:
+        raise ValueError(
+            "The function given to implicit changes the state of an NNX object (a running mean, the count of a random "
+            "stream, a cache), and jax.jit, jax.grad and other transformations of JAX around implicit lose that "
+            "change. Use those of NNX, nnx.jit(lowbit.implicit(fn)), or take and return the state: "
+            "nnx.merge(graph, state) before the call and nnx.state(model) after it, inside the transformed function. "
+            "model.eval() stops the changes of norms and dropout."
+        )
 
 
 def _same(values: list[Any], variable: Any) -> bool:

@@ -146,26 +146,49 @@ class Array1B(_Eformer, lowbit.Array1B):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Operator(lowbit.ImplicitArray):
-    """A matrix of few distinct values, with eformer's names for its product."""
+    """An integer matrix of few distinct values in 2 bits each, with eformer's names for its product."""
 
     matrix: Array1B
+    source_dtype: Any = lowbit.aux_field(default=jnp.int32)
 
     values: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
     def from_matrix(cls, A: Any, k: int = 8, org_dtype: Any = jnp.float32) -> Self:
-        """From a matrix with no other values than `values`; `k`, eformer's block width, has no effect."""
+        """From an integer matrix with no other values than `values`; `k`, eformer's block width, has no effect."""
         del k
-        if not isinstance(A, Tracer) and not np.isin(np.asarray(A), cls.values).all():
-            raise ValueError(f"{cls.__name__} needs a matrix of values {cls.values}, but A has other values.")
-        return cls(Array1B.quantize(jnp.asarray(A).astype(jnp.int8), dtype=org_dtype))
+        name = cls.__name__
+        if not isinstance(A, Tracer):
+            A = np.asarray(A)
+        if not jnp.issubdtype(A.dtype, jnp.integer):
+            raise TypeError(f"{name}.from_matrix needs an integer matrix, but A is {A.dtype}: use A.astype(jnp.int32).")
+        if A.ndim != 2:
+            raise ValueError(f"{name}.from_matrix needs a matrix, but A has shape {A.shape}.")
+        if not isinstance(A, Tracer) and not np.isin(A, cls.values).all():
+            raise ValueError(f"{name} needs a matrix of values {cls.values}, but A has other values.")
+        return cls(Array1B.quantize(jnp.asarray(A, jnp.int8), dtype=org_dtype), source_dtype=A.dtype)
 
     def dot(self, v: jax.Array) -> jax.Array:
-        """v @ A."""
+        """v @ A of one vector, without the dense matrix; `v @ operator` takes any number of rows."""
+        if jnp.shape(v) != self.shape[:1]:
+            raise ValueError(f"dot needs a vector of shape {self.shape[:1]}, but v has shape {jnp.shape(v)}.")
         return v @ self.matrix
 
     def materialize(self) -> jax.Array:
-        return self.matrix.materialize()
+        return self.matrix.materialize().astype(self.source_dtype)
+
+
+@lowbit.register("dot_general")
+def _(x: jax.Array, operator: _Operator, **params: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return NotImplemented
+    return lowbit.implicit(lambda x, w: jax.lax.dot_general(x, w, **params))(x, operator.matrix.astype(x.dtype))
+
+
+@lowbit.register("convert_element_type")
+def _(operator: _Operator, *, new_dtype: Any, weak_type: bool) -> Any:
+    # Older versions of JAX bring both sides of a product to one dtype first.
+    return operator.matrix.astype(new_dtype) if jnp.issubdtype(new_dtype, jnp.floating) else NotImplemented
 
 
 class RSROperatorBinary(_Operator):

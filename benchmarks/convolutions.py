@@ -1,0 +1,99 @@
+"""Convolutions with quantized kernels: patches times the kernel in the native product, against a decoded kernel.
+
+python benchmarks/convolutions.py [--cases resnet,whisper] [--formats int8,q4] [--save convolutions]
+
+- *dense*: XLA's convolution with a float32 kernel.
+- *decoded*: XLA's convolution with the kernel decoded inside the operation.
+- *patches*: the product of the patches of x with the kernel as a matrix; *fast* with activations in 8 bits.
+- *x decoded*: how many times faster than the decoded kernel. `lowbit.rules.convolution.FEW_PATCHES` is chosen by it;
+  *chosen* says which of the two exact ways runs.
+- Rows with *gradient* time the gradient with respect to x alone.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import measure
+from jax import lax
+
+import lowbit
+from lowbit.rules import convolution as rule
+
+# The shape of x without its batch, the window, strides, padding, and the outputs.
+CASES: dict[str, tuple[Any, ...]] = {
+    "resnet 56 x 56": ((56, 56, 64), (3, 3), (1, 1), "SAME", 64),
+    "resnet 28 x 28": ((28, 28, 128), (3, 3), (1, 1), "SAME", 128),
+    "resnet 14 x 14": ((14, 14, 256), (3, 3), (1, 1), "SAME", 256),
+    "resnet 7 x 7": ((7, 7, 512), (3, 3), (1, 1), "SAME", 512),
+    "whisper first": ((3000, 80), (3,), (1,), "SAME", 384),
+    "whisper second": ((3000, 384), (3,), (2,), "SAME", 384),
+    "vit patches": ((224, 224, 3), (16, 16), (16, 16), "VALID", 768),
+    "convnext downsample": ((14, 14, 384), (2, 2), (2, 2), "VALID", 768),
+}
+LAYOUTS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC")}
+
+
+def compiled(fn: Callable[..., Any], few_patches: float, arithmetic: str, *args: Any) -> Any:
+    """`fn` compiled with this limit for the product."""
+    with mock.patch.object(rule, "FEW_PATCHES", few_patches), lowbit.compute(arithmetic):
+        # A new function, since JAX would reuse the trace that it made with another limit.
+        return jax.jit(lowbit.implicit(lambda *args: fn(*args))).lower(*args).compile()
+
+
+def gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Any, w: Any) -> Any:
+        y, back = jax.vjp(lambda x: fn(x, w), x)
+        return back(jnp.ones_like(y))
+
+    return run
+
+
+def main() -> None:
+    parser = measure.parser(__doc__)
+    parser.set_defaults(repeat=20)
+    parser.add_argument("--cases", default="", help="words in the names of cases; all of them by default")
+    parser.add_argument("--formats", default="int8,q4")
+    args = parser.parse_args()
+    report = measure.Report(args, ["patches", "outputs", "case", "way", "ms", "x decoded", "chosen"])
+    for name, (shape, window, strides, padding, outputs) in CASES.items():
+        if not any(word in name for word in args.cases.split(",")):
+            continue
+        x = jax.random.normal(jax.random.key(0), (1, *shape))
+        inputs = math.prod(window) * shape[-1]
+        w = jax.random.normal(jax.random.key(1), (*window, shape[-1], outputs)) / inputs**0.5
+        fn = partial(
+            lax.conv_general_dilated,
+            window_strides=strides,
+            padding=padding,
+            dimension_numbers=LAYOUTS[len(window)],
+        )
+        y = jax.eval_shape(fn, x, w)
+        patches = math.prod(y.shape[1:-1])
+        chosen = "patches" if patches <= rule.FEW_PATCHES * outputs else "decoded"
+        calls: dict[str, Any] = {"dense": [partial(compiled(fn, 0, "exact", x, w), x, w)]}
+        for format in args.formats.split(","):
+            tree, _ = lowbit.quantize_tree({"w": w}, {"w": format}, fn=lambda p, x, fn=fn: fn(x, p["w"]), args=(x,))
+            q = tree["w"]
+            for kind, run in (("", fn), (" gradient", gradient(fn))):
+                for way, limit, arithmetic in (
+                    ("decoded", 0, "exact"),
+                    ("patches", math.inf, "exact"),
+                    ("patches fast", math.inf, "fast"),
+                ):
+                    if kind and arithmetic == "fast":
+                        continue
+                    calls[f"{format}{kind} {way}"] = [partial(compiled(run, limit, arithmetic, x, q), x, q)]
+        best = measure.least(calls, args.repeat)
+        for way, seconds in best.items():
+            base = next((best[f"{way.split(end)[0]}decoded"] for end in ("decoded", "patches") if end in way), "")
+            report.row(patches, outputs, name, way, 1e3 * seconds, base and base / seconds, chosen)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

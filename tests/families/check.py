@@ -1,0 +1,77 @@
+"""Models of other libraries: what a row of a family's table says, and the one check that every row goes through."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lowbit
+from lowbit.runtime import is_implicit
+
+
+class Model(NamedTuple):
+    """`fn(params, *args)` of a model with random weights."""
+
+    fn: Callable[..., Any]
+    params: Any
+    args: tuple[Any, ...]
+
+
+def close(got: Any, want: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert a.shape == b.shape
+        assert np.isfinite(b).all()
+        assert np.abs(a - b).max(initial=0) <= tolerance * max(np.abs(b).max(initial=0), 1e-3)
+
+
+def adapted(model: Model, params: Any) -> Any:
+    """Adapters on all products, with both factors random."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # '*' leaves out convolutions and tables that are added, and says so
+        params = lowbit.lora(params, "*", rank=2, key=jax.random.key(0), fn=model.fn, args=model.args)
+
+    def random(x: Any) -> Any:
+        if not isinstance(x, lowbit.LoraArray):
+            return x
+        return x.replace(b=jax.random.normal(jax.random.key(1), x.b.shape, x.b.dtype) / 8)
+
+    return jax.tree.map(random, params, is_leaf=is_implicit)
+
+
+def check(make: Callable[[], Model], quantized: int, tmp_path: Path, rules: Any = "int8", **options: Any) -> None:
+    """Quantize a model, save and load it, add adapters, and compare result and gradients with the dense weights.
+
+    - `quantized`: how many weights `rules` quantize.
+    - `tolerance`: of results and gradients, relative to the largest number.
+    - `policy`: "error", or "allow" for a model that makes a weight dense by a use that no format has.
+    """
+    tolerance, policy = options.get("tolerance", 1e-3), options.get("policy", "error")
+    model = make()
+    params, report = lowbit.quantize_tree(model.params, rules, fn=model.fn, args=model.args)
+    assert len(report.quantized) == quantized, report
+    lowbit.save(tmp_path / "weights.safetensors", params)
+    loaded = lowbit.load(tmp_path / "weights.safetensors", like=params)
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    trained, frozen = lowbit.partition(adapted(model, loaded))
+    assert jax.tree.leaves(trained)
+
+    def program(fn: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
+        def loss(trained: Any, frozen: Any, args: Any) -> Any:
+            y = fn(read(lowbit.combine(trained, frozen)), *args)
+            return jnp.sin(y.astype(jnp.float32)).sum(), y
+
+        return jax.jit(jax.grad(loss, has_aux=True, allow_int=True))
+
+    with lowbit.materialization(policy) if policy == "error" else contextlib.nullcontext():
+        grads, y = program(lowbit.implicit(model.fn), lambda tree: tree)(trained, frozen, model.args)
+    want_grads, want = program(model.fn, lowbit.materialize)(trained, frozen, model.args)
+    close(y, want, tolerance)
+    floating = [[g for g in jax.tree.leaves(tree) if g.dtype != jax.dtypes.float0] for tree in (grads, want_grads)]
+    close(*floating, 10 * tolerance)
