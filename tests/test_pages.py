@@ -1,8 +1,10 @@
 """The pages: tables are those of the committed results, links lead somewhere, every public name is there."""
 
+import ast
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -95,3 +97,22 @@ def test_every_page_is_on_the_site() -> None:
     listed = set(re.findall(r"\S+\.md", nav))
     assert {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} <= listed
     assert {f"examples/{path.stem}.md" for path in ROOT.glob("examples/*.py")} <= listed
+
+
+def test_figures_are_those_of_the_results(page: ModuleType) -> None:
+    for name, drawn in page.DRAWN.items():
+        found = re.findall(r"<!-- figure ([\w-]+) (\S+) -->", page.path_of(name).read_text("utf-8"))
+        for results, file in found:
+            text = (page.DOCS / file).read_text("utf-8")
+            assert text == drawn(results), f"{file} is not drawn from {results}.json: run benchmarks/page.py {name}"
+    assert (page.DOCS / "assets" / "front.svg").exists()
+
+
+def test_the_readme_needs_what_its_install_line_gives() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    lines = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        (alias.name if isinstance(line, ast.Import) else line.module or "") for line in lines for alias in line.names
+    }
+    assert {name.partition(".")[0] for name in names} <= {"jax", "lowbit", *sys.stdlib_module_names}
