@@ -188,18 +188,21 @@ def numbers(colour: str) -> list[int]:
 
 
 @pytest.mark.parametrize("width", [400, 1200])
-def test_labels_name_layers_and_do_not_collide(width: int, page: Page) -> None:
-    page.show(width=width)
-    for chart in ("sizes", "errors"):
-        labels = f"[...document.querySelectorAll('#{chart} .name')]"
-        names = page.value(f"{labels}.map(label => label.textContent)")
-        assert names and set(names) <= {f"{i}" for i in range(12)} | {f"layers/{i}" for i in range(12)}
-        places = page.value(f"{labels}.map(label => label.transform.baseVal[0].matrix.e)")
-        # They lean by 45 degrees, and a line is 12 pixels high.
-        assert all(b - a >= 12 * 2**0.5 for a, b in itertools.pairwise(places))
-        low = "getBoundingClientRect().bottom"
-        inside = f"{labels}.every(label => label.{low} <= document.getElementById('{chart}').{low})"
-        assert page.value(inside)
+def test_labels_name_layers_and_do_not_collide(width: int, tmp_path: Path) -> None:
+    layers = [f"encoder.layer.{i}" for i in range(60)] + ["embeddings.word_embeddings"]
+    rows = [Row(f"{name}.up.weight", (64, 64), "float32", "q4", -1, 4000, 540, 0.08, "fn") for name in layers]
+    (tmp_path / "report.html").write_text(lowbit.Report(tuple(rows)).to_html(), "utf-8")
+    with Page(tmp_path / "report.html", tmp_path / "profile") as page:
+        page.show(width=width)
+        for chart in ("sizes", "errors"):
+            labels = f"[...document.querySelectorAll('#{chart} .name')]"
+            names = page.value(f"{labels}.map(label => label.textContent)")
+            assert len(names) > 5 and set(names) <= {name.replace(".", "/") for name in layers}
+            places = page.value(f"{labels}.map(label => label.transform.baseVal[0].matrix.e)")
+            # They lean by 45 degrees, and a line is 12 pixels high.
+            assert all(b - a >= 12 * 2**0.5 for a, b in itertools.pairwise(places))
+            low = "getBoundingClientRect().bottom"
+            assert page.value(f"{labels}.every(label => label.{low} <= document.getElementById('{chart}').{low})")
 
 
 def test_shapes_stay_on_one_line_and_calibrated_layers_have_output_errors(tmp_path: Path) -> None:
