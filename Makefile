@@ -13,6 +13,8 @@ BETWEEN := 0.8.3 0.9.2 0.10.2 0.11.2
 JAX_VERSION = $$($(VENV)/bin/python -c 'import jax; print(jax.__version__)')
 # The compiler of TPU, which needs no chip.
 TPU := .venv-tpu
+# The documentation site.
+DOCS := .venv-docs
 # Compilers for NVIDIA GPUs, from pip.
 GPU := .venv-gpu
 PIP := -m pip install -q --disable-pip-version-check -c constraints.txt
@@ -22,7 +24,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csr
 
 .PRECIOUS: .venv-jax-%/test
 .PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot test-gpu-aot test-arm sanitize-arm \
-  wheels test-frameworks sanitize fuzz stream train-examples docs format clean
+  wheels test-frameworks sanitize fuzz stream train-examples docs screenshots format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
@@ -178,9 +180,14 @@ train-examples: $(VENV)/test
 	$(VENV)/bin/python examples/qlora.py
 	$(VENV)/bin/python examples/qat.py
 
-# The API reference, from the docstrings: build/docs/index.html
-docs: $(VENV)/test
-	$(VENV)/bin/python docs/reference.py build/docs
+# The documentation site: build/docs/index.html. It needs neither the package nor JAX: docstrings are read from the sources.
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build -q
+	$(DOCS)/bin/python docs/site/check.py build/docs
+
+# The pictures of the site, with Chromium: docs/assets
+screenshots: $(VENV)/test
+	$(VENV)/bin/python docs/site/screenshots.py
 
 format: $(VENV)/test
 	$(VENV)/bin/ruff check --fix .
@@ -232,5 +239,11 @@ $(GPU)/test: constraints.txt $(VENV)/test
 	  jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-nvvm safetensors
 	touch $@
 
+# Only the packages of the extra `docs`, without lowbit itself.
+$(DOCS)/installed: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(PIP) $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(TPU) $(GPU) .venv-jax-* .venv-frameworks-* dist build
+	rm -rf $(VENV) $(OLDEST) $(TPU) $(GPU) $(DOCS) .venv-jax-* .venv-frameworks-* dist build

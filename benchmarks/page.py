@@ -220,8 +220,8 @@ def main() -> None:
         text = page.read_text()
         page.write_text(rendered(text))
         for figured, shape in re.findall(r"<!-- figure ([\w-]+) (\S+) -->", text):
-            if name == "quality":
-                (DOCS / shape).write_text(quality_figure.drawn(load(figured)["rows"]))
+            if name in DRAWN:
+                (DOCS / shape).write_text(DRAWN[name](figured))
             else:
                 figure(figured, shape, DOCS / "performance.svg")
 
@@ -243,6 +243,11 @@ def rendered(text: str) -> str:
     return text
 
 
+# The figures that are drawn without matplotlib, by page.
+DRAWN = {
+    "quality": lambda name: quality_figure.drawn(load(name)["rows"]),
+    "README": lambda name: quality_figure.front(load(name)["rows"], load("language_model-avx512")),
+}
 SHAPED = {"products": product_table, "aot": aot_table}
 TABLES = {
     "table": plain_table,

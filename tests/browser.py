@@ -1,5 +1,6 @@
 """The page of a report in headless Chromium: sort, filter, light and dark. `make test-browser` runs it."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import lowbit
+from lowbit.models.report import Row
 
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
 HOSTILE = "layers/9/</script><img src=x onerror=document.title='broken'>&\"'\u2028é"
@@ -177,9 +179,59 @@ def test_it_is_readable_light_and_dark_wide_and_narrow(width: int, scheme: str, 
         page.press("#theme")
     root = "document.documentElement"
     assert page.value(f"{root}.scrollWidth") <= page.value(f"{root}.clientWidth") <= width  # nothing overflows
-    page.value("scrollTo(0, document.body.scrollHeight / 2)")
+    page.value("scrollTo(0, scrollY + document.querySelector('tbody').getBoundingClientRect().top + 200)")
     assert 0 <= page.value("document.querySelector('th button').getBoundingClientRect().top") < 20
 
 
 def numbers(colour: str) -> list[int]:
     return [int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_labels_name_layers_and_do_not_collide(width: int, tmp_path: Path) -> None:
+    layers = [f"encoder.layer.{i}" for i in range(60)] + ["embeddings.word_embeddings"]
+    rows = [Row(f"{name}.up.weight", (64, 64), "float32", "q4", -1, 4000, 540, 0.08, "fn") for name in layers]
+    (tmp_path / "report.html").write_text(lowbit.Report(tuple(rows)).to_html(), "utf-8")
+    with Page(tmp_path / "report.html", tmp_path / "profile") as page:
+        page.show(width=width)
+        for chart in ("sizes", "errors"):
+            labels = f"[...document.querySelectorAll('#{chart} .name')]"
+            names = page.value(f"{labels}.map(label => label.textContent)")
+            assert len(names) > 5 and set(names) <= {name.replace(".", "/") for name in layers}
+            places = page.value(f"{labels}.map(label => label.transform.baseVal[0].matrix.e)")
+            # They lean by 45 degrees, and a line is 12 pixels high.
+            assert all(b - a >= 12 * 2**0.5 for a, b in itertools.pairwise(places))
+            low = "getBoundingClientRect().bottom"
+            assert page.value(f"{labels}.every(label => label.{low} <= document.getElementById('{chart}').{low})")
+
+
+def test_shapes_stay_on_one_line_and_calibrated_layers_have_output_errors(tmp_path: Path) -> None:
+    rows = [
+        Row(
+            f"encoder.layer.{i}.weight",
+            (30522, 384),
+            "float32",
+            "q4",
+            -1,
+            4000,
+            540,
+            0.08,
+            "fn; GPTQ",
+            None,
+            0.02,
+            0.005,
+        )
+        for i in range(3)
+    ]
+    (tmp_path / "report.html").write_text(lowbit.Report(tuple(rows)).to_html(), "utf-8")
+    with Page(tmp_path / "report.html", tmp_path / "profile") as page:
+        assert page.value("document.querySelectorAll('#outputs circle').length") == 6  # without and with calibration
+        assert page.value("document.getElementById('calibrated').hidden") is False
+        assert page.column(8) == ["0.02 \u2192 0.005"] * 3
+        for width, cell in ((1200, "td:nth-child(2)"), (400, ".more .whole")):
+            page.show(width=width)
+            lines = f"[...document.querySelectorAll('{cell}')].map(x => x.getClientRects().length)"
+            text = f"[...document.querySelectorAll('{cell}')].map(x => x.textContent)"
+            assert page.value(lines) == [1, 1, 1] and page.value(text) == ["30522\u00d7384"] * 3
+            root = "document.documentElement"
+            assert page.value(f"{root}.scrollWidth") <= page.value(f"{root}.clientWidth")

@@ -179,9 +179,9 @@ def quantize(
     - `config`: a `QuantizationConfig`, or the name of a format. The default is NF4.
     - `scale`: the scales to use, for instance learned ones, instead of those computed from the array.
     - `hessian`: second moments x^T x of the inputs that the array will be multiplied with along its axis, of shape
-      (K, K), or (*stack, K, K) for leading axes with inputs of their own. The array is then rounded by GPTQ, so that
-      products with these inputs change least. A vector (K,) or (*stack, K), their diagonal, weights the search for
-      scales. `calibrate` collects them for a whole model.
+      `(K, K)`, or `(*stack, K, K)` for leading axes with inputs of their own. The array is then rounded by GPTQ, so
+      that products with these inputs change least. A vector `(K,)` or `(*stack, K)`, their diagonal, weights the search
+      for scales. `calibrate` collects them for a whole model.
     - The other arguments are those of `QuantizationConfig`, for use without one. An argument that contradicts
       the config raises a `ValueError`.
 

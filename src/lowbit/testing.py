@@ -14,6 +14,8 @@ from .ops.matmul import matmul_p
 from .runtime import is_implicit
 from .runtime._compat import is_jaxpr, opened, subjaxprs, user_line
 
+__all__ = ["DenseWeight", "dense_weights", "equations"]
+
 
 class DenseWeight(NamedTuple):
     """A value with the shape of a weight, the primitive that computes it, and the user's file and line."""

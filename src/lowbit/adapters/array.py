@@ -19,8 +19,8 @@ BOTH, OF_A, OF_B = "sab"
 class LoraArray(ImplicitArray):
     """`base + scale * (a @ b)`, in the dtype of `base`.
 
-    - `base`: quantized or dense, of shape (*stack, *in, *out).
-    - `a`: (*stack, *in, rank), `b`: (*stack, rank, *out). Dense floating-point arrays, for the optimizer.
+    - `base`: quantized or dense, of shape `(*stack, *in, *out)`.
+    - `a`: `(*stack, *in, rank)`, `b`: `(*stack, rank, *out)`. Dense floating-point arrays, for the optimizer.
     - `inputs`: the number of axes of `in`. The number of leading axes follows from the shapes, so that `vmap` and
       `scan` may add and remove them.
 

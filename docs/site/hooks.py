@@ -1,0 +1,45 @@
+"""Hooks of the documentation site: pages of files outside of docs, and links between all of them."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+# Files outside of docs, and the pages that the site has of them.
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing/index.md",
+    "SECURITY.md": "security.md",
+    "benchmarks/results/arm_instructions.md": "arm-instructions.md",
+    **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))},
+}
+LINK = re.compile(r"(\]\(|(?:src|href)=\")([^)\"#:]+)(#[^)\"]*)?([)\"])")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, target in OUTSIDE.items():
+        text = (ROOT / source).read_text("utf-8")
+        if source.endswith(".py"):
+            text = f"# {source}\n\n```python\n{text}```\n"
+        files.append(File.generated(config, target, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point relative links at the places that files have on the site."""
+    here = page.file.src_uri
+    source = next((path for path, target in OUTSIDE.items() if target == here), f"docs/{here}")
+
+    def moved(link: re.Match[str]) -> str:
+        before, target, anchor, after = link.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        on_site = OUTSIDE.get(path, path.removeprefix("docs/"))
+        known = path in OUTSIDE or (path.startswith("docs/") and (ROOT / path).is_file())
+        moved_to = posixpath.relpath(on_site, posixpath.dirname(here) or ".") if known else target
+        return f"{before}{moved_to}{anchor or ''}{after}"
+
+    return LINK.sub(moved, markdown)
