@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALF, collectives
+from helpers import collectives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_tokenizer import fields
 from typer.testing import CliRunner
@@ -226,7 +226,7 @@ def test_the_real_model() -> None:
     assert own.divergence < 2e-5 and own.agreement == 1
     cached = evaluation.quality(dataclasses.replace(dense, formats=INT8_CACHE), windows, references)
     assert cached.divergence < 1.2 * committed["float32, cache int8"]["KL of 2 windows"]
-    names = ("int8", "nf4") if HALF is None else ("nf4",)
+    names = ("int8", "nf4")
     models = {name: dense.quantized(name, strict=True)[0] for name in names}
     del dense
     for name, model in models.items():

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import test_rules
 import test_transforms
+import tiers
 from features import LAYOUT_MATTERS
-from helpers import HALF, Layout, assert_close, assert_same_bits
+from helpers import Layout, assert_close, assert_same_bits
 
 import lowbit
 from lowbit import formats
@@ -58,7 +59,7 @@ class Array6B(lowbit.QuantizedArray):
 SIX = lowbit.Format("six", Array6B.quantize, error=0.0243, bits=6.0)
 
 
-@pytest.fixture(params=[(-2, None), (-1, 16)] if HALF is None else [[(-2, None), (-1, 16)][HALF]], ids=str)
+@pytest.fixture(params=[(-1, 16), pytest.param((-2, None), marks=tiers.MORE)], ids=str)
 def six_bits(request, monkeypatch) -> Layout:
     monkeypatch.setitem(lowbit.FORMATS, "six", SIX)
     return Layout("six", *request.param)

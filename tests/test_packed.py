@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import HALF, SOME_FORMATS, assert_close, assert_same_bits
+import tiers
+from helpers import assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +18,7 @@ from lowbit.formats import Layout, declare, levels, packed
 
 AFFINE = ("int4", {"offset": True})
 EVERY = [*((name, {}) for name in packed.LAYOUTS), AFFINE, ("int3", {"offset": True, "scale_dtype": jnp.bfloat16})]
-WAYS = [way for way in EVERY if way[0] in SOME_FORMATS or way[1]]
+WAYS = tiers.tiered(EVERY, [way for way in EVERY if way[0] in tiers.MECHANISMS or way[1]])
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -225,7 +226,7 @@ def test_offsets_where_activations_are_sharded_along_the_blocks(k: int, spec: P,
 SQUARES = [("int8", 128), ("fp8", 128), ("q4", 32), ("nvfp4", 16)]
 
 
-@pytest.mark.parametrize(("name", "size"), SQUARES if HALF is None else SQUARES[HALF::2])
+@pytest.mark.parametrize(("name", "size"), tiers.tiered(SQUARES, [("fp8", 128), ("q4", 32)]))
 def test_blocks_in_two_dimensions(name: str, size: int, tmp_path: Any) -> None:
     w, x = normal(200, 3 * size), normal(4, 200, seed=1)
     q = lowbit.quantize(w, name, axis=(-2, -1), block_size=size)

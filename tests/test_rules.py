@@ -1,11 +1,10 @@
 """Each primitive on each format: structural rules keep every bit, all others equal the dense operation."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import Layout, assert_close, assert_same_bits
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -15,8 +14,6 @@ import lowbit
 from lowbit import FORMATS, ArrayNF4, QuantizedArray, implicit
 from lowbit.formats.blocks import unpack
 from lowbit.testing import dense_weights, equations
-
-EXAMPLES = int(os.environ.get("LOWBIT_TEST_EXAMPLES", "10"))
 
 
 def codes_of(q: QuantizedArray) -> np.ndarray:
@@ -290,7 +287,9 @@ def contractions(draw):
     return shape, x_shape, (tuple(x_sum), tuple(summed)), (tuple(x_batch), tuple(batch)), draw(st.booleans())
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+RANDOM = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
 @example(
     ((1, 1, 64, 64), (1, 1, 64, 64), ((0, 1, 2, 3), (0, 1, 2, 3)), ((), ()), False), "nf4", -1, None, jnp.float32, False
 )
@@ -302,7 +301,7 @@ def contractions(draw):
     st.sampled_from([jnp.float32, jnp.bfloat16]),
     st.booleans(),
 )
-def test_any_contraction_equals_the_reference(dims, format, axis, block, dtype, transposed) -> None:
+def contraction(dims, format, axis, block, dtype, transposed) -> None:
     shape, x_shape, summed, batch, weight_first = dims
     axis = max(axis, -len(shape))
     options = {} if block is None else {"block_size": block}
@@ -328,9 +327,13 @@ def test_any_contraction_equals_the_reference(dims, format, axis, block, dtype, 
     assert jnp.all(abs(got.astype(jnp.float32) - want) <= 2e-6 * added + rounding * abs(want))
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@pytest.mark.parametrize("examples", tiers.EXAMPLES)
+def test_any_contraction_equals_the_reference(examples: int) -> None:
+    settings(RANDOM, max_examples=examples)(contraction)()
+
+
 @given(st.data())
-def test_any_sequence_of_structural_operations_keeps_values(data) -> None:
+def sequence(data) -> None:
     draw = data.draw
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 8, 31, 64]), min_size=1, max_size=3)))
     q = FORMATS[draw(st.sampled_from(sorted(FORMATS)))].quantize(
@@ -374,6 +377,11 @@ def test_any_sequence_of_structural_operations_keeps_values(data) -> None:
     with lowbit.materialization("allow"):
         got = implicit(moved)(q)
     np.testing.assert_array_equal(lowbit.materialize(got), now)
+
+
+@pytest.mark.parametrize("examples", tiers.EXAMPLES)
+def test_any_sequence_of_structural_operations_keeps_values(examples: int) -> None:
+    settings(RANDOM, max_examples=examples)(sequence)()
 
 
 def test_a_product_is_shown_to_be_dense_when_it_is() -> None:

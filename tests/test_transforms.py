@@ -3,13 +3,11 @@
 A fused feature runs under materialization("error") and builds no dense weight.
 """
 
-from collections.abc import Iterable
-from typing import Any
-
 import jax
 import pytest
+import tiers
 from features import ALL, FUSED, LAYOUT_MATTERS
-from helpers import HALF, Layout, activations, assert_close, layouts, more_layouts, weights
+from helpers import Layout, activations, assert_close, layouts, weights
 
 import lowbit
 from lowbit import implicit
@@ -34,24 +32,8 @@ def check(feature: str, layout: Layout) -> None:
         assert dense_weights(traced.jaxpr, p) == []
 
 
-def pairs(features: Iterable[str], layouts: list[Layout]) -> list[Any]:
-    """Each feature in each layout; in the short run every fourth pair, and another fourth on the oldest JAX."""
-    return [
-        pytest.param(feature, layout, id=f"{feature}-{layout}")
-        for i, feature in enumerate(features)
-        for j, layout in enumerate(layouts)
-        if HALF is None or (i + j) % 4 == 2 * HALF
-    ]
-
-
-@pytest.mark.parametrize(("feature", "way"), pairs(ALL, layouts()))
+@pytest.mark.parametrize(("feature", "way"), tiers.features(ALL, LAYOUT_MATTERS))
 def test_a_feature_equals_the_dense_program(feature: str, way: Layout) -> None:
-    check(feature, way)
-
-
-# Features that depend on the layout of the scales.
-@pytest.mark.parametrize(("feature", "way"), pairs(LAYOUT_MATTERS, more_layouts()))
-def test_a_feature_equals_the_dense_program_in_other_layouts(feature: str, way: Layout) -> None:
     check(feature, way)
 
 
