@@ -192,6 +192,12 @@ def test_nf4_decodes_the_table_exactly() -> None:
     assert (jnp.ones((32, 128)) @ ArrayNF4.quantize(jnp.ones((128, 256)), block_size=64) == 128).all()
 
 
+def test_nf4_takes_the_lower_level_on_a_midpoint() -> None:
+    midpoints = (nf4.LEVELS[:-1] + nf4.LEVELS[1:]) / np.float32(2)
+    q = ArrayNF4.quantize(np.array([*midpoints, 1], np.float32), block_size=16)  # the scale is 1
+    assert blocks.unpack(q.codes, 2).tolist() == list(range(16))
+
+
 @pytest.mark.parametrize("block", [16, 32, 128, 4096])
 def test_nf4_blocks(block: int) -> None:
     w = jax.random.normal(jax.random.key(0), (3, 5000))
@@ -199,6 +205,11 @@ def test_nf4_blocks(block: int) -> None:
     assert (q.block_size, q.absmax.shape, q.packed.shape) == (block, (3, -(-5000 // block)), (3, 2500))
     np.testing.assert_array_equal(q.absmax[:, 0], jnp.abs(w[:, :block]).max(1))
     np.testing.assert_array_equal(q.absmax[:, -1], jnp.abs(w[:, 5000 // block * block :]).max(1))
+
+
+def test_int8_with_a_given_scale_is_clipped_on_both_sides() -> None:
+    q = Array8B.quantize(jnp.array([[-10.0, 10.0, 0.1]]), axis=-1, scale=jnp.full((1, 1), 0.05))
+    assert q.weight.tolist() == [[-127, 127, 2]]
 
 
 # --- ternary and binary

@@ -1,5 +1,6 @@
 """Declared formats: what codes mean, how scales are found, and every operation on codes, scale codes and offsets."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,6 +57,19 @@ def test_small_floats_are_those_of_the_standard(floats: levels.Floats, dtype: An
 def test_the_table_of_levels_is_what_codes_decode_to(known: levels.Levels) -> None:
     codes = np.arange(2**known.bits, dtype=np.uint8)
     np.testing.assert_array_equal(known.table, np.asarray(known.decode(jnp.asarray(codes))))
+
+
+def test_a_value_halfway_between_two_levels_takes_the_upper_one() -> None:
+    table = levels.Table(2, (-2, -1, 1, 2))
+    assert table.nearest(jnp.array([-1.5, 0.0, 1.5])).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["q4", "q3", "q2"])
+def test_the_levels_of_the_formats_do_not_change(name: str) -> None:
+    """Files store codes. A table with other levels would read them as other weights."""
+    page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
+    (row,) = (line.split() for line in page.splitlines() if line.startswith(f"{name} ") and " -1 " in line)
+    assert packed.LAYOUTS[name].levels.table.tolist() == [float(level) for level in row[1:]]
 
 
 def test_tables_that_mean_nothing_raise() -> None:

@@ -13,6 +13,8 @@ from jax import lax
 import lowbit
 from lowbit import FORMATS, ArrayNF4, QuantizedArray, implicit
 from lowbit.formats.blocks import unpack
+from lowbit.kernels import reference
+from lowbit.kernels.product import Product
 from lowbit.testing import dense_weights, equations
 
 
@@ -58,6 +60,7 @@ MOVES = {
 }
 
 
+@pytest.mark.first(*tiers.KINDS)
 @pytest.mark.parametrize("move", MOVES, ids=str)
 def test_structural_rules_keep_every_bit(move: str, layout: Layout) -> None:
     q = layout.quantize(jax.random.normal(jax.random.key(0), (64, 96)))
@@ -142,6 +145,41 @@ def test_a_stack_is_not_copied(layout: Layout) -> None:
             for aval in made
             if aval.shape[-2:] == layer and aval.dtype == weight.codes.dtype and aval.size < weight.codes.size
         ]
+
+
+def short_block() -> ArrayNF4:
+    """An array whose last block of each row has half its elements."""
+    return ArrayNF4.quantize(jax.random.normal(jax.random.key(0), (6, 40)), axis=-1, block_size=16)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda w: lax.rev(w, (1,)),
+        lambda w: jnp.concatenate([w, w], 1),
+        lambda w: lax.dynamic_slice(w, (4, 0), (3, 40)),
+    ],
+    ids=["reversed_with_a_short_block", "short_block_is_not_joined", "a_window_out_of_bounds"],
+)
+def test_corners_of_moves(program) -> None:
+    q = short_block()
+    with lowbit.materialization("allow"):
+        assert_close(implicit(program)(q), program(q.materialize()), 0)
+
+
+def test_a_block_that_would_become_too_small_is_not_split() -> None:
+    q = ArrayNF4.quantize(jnp.ones((4, 96)), axis=-1, block_size=16)
+    with lowbit.materialization("error"), pytest.raises(TypeError, match="reshape"):
+        implicit(lambda w: w.reshape(4, 4, 24))(q)  # in blocks of 8
+
+
+def test_the_reference_sums_in_float32_and_rounds_once() -> None:
+    x = jax.random.normal(jax.random.key(0), (32, 256)).astype(jnp.bfloat16)
+    q = ArrayNF4.quantize(jax.random.normal(jax.random.key(1), (256, 32)))
+    got = reference.matmul(Product(x, q, -2, jnp.bfloat16))
+    want = np.asarray(x, np.float64) @ np.asarray(q.materialize(), np.float64)
+    assert got.dtype == jnp.bfloat16
+    assert np.mean(np.asarray(got) == want.astype(jnp.bfloat16)) > 0.98  # but for sums next to a midpoint
 
 
 def test_double_quantized_scales_move_too() -> None:

@@ -21,6 +21,8 @@ import lowbit
 from lowbit import implicit
 from lowbit.testing import dense_weights
 
+pytestmark = pytest.mark.first(*tiers.KINDS)  # sharding depends on the axis of the blocks and on the components
+
 
 @pytest.fixture
 def mesh() -> jax.sharding.Mesh:

@@ -8,6 +8,7 @@ codes are packed and in how many components, which axis has blocks, and whether 
 come with offsets. The tables below are chosen by that.
 """
 
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -37,8 +38,8 @@ FIRST = (
     Layout("int4", -2, None, AFFINE),
 )
 
-# For tests over layouts and one more list, such as the moves of structural rules: bytes with a scale for each column;
-# nibbles with blocks along the packed axis; two components of codes with scale codes and group scales; offsets.
+# The kinds of storage that structural rules tell apart: bytes with a scale for each column; nibbles with blocks along
+# the packed axis; two components of codes with scale codes and group scales; offsets.
 KINDS = (Layout("int8", -2, None), Layout("nf4", -1, 16), Layout("q3", -2, None), Layout("int4", -2, None, AFFINE))
 
 # The same for tests that depend on the axis and the length of the blocks: also blocks along the axis that is not
@@ -46,21 +47,20 @@ KINDS = (Layout("int8", -2, None), Layout("nf4", -1, 16), Layout("q3", -2, None)
 FIRST_OF_ANY = (*FIRST, Layout("nf4", -2, 32), Layout("int8", -1, None), Layout("int4", -1, None, AFFINE))
 KINDS_OF_ANY = (*KINDS, Layout("nf4", -2, 32), Layout("int8", -1, None))
 
-# Features whose program alone matters: codes in two components and coded scales enter and leave every inner program.
+# For features and tests that depend on the program alone: codes in two components and coded scales enter and leave
+# every inner program.
 ONE = Layout("q3", -2, None)
-# Features that every format runs in the first tier, in the layout of its first row.
+# Features that every format runs in the first tier.
 OF_EVERY_FORMAT = ("matmul_left", "embedding", "scan_over_layers", "grad_of_activations")
 
 
-def tiered(rows: Iterable[Any], first: Collection[Any]) -> list[Any]:
+def tiered(rows: Iterable[Any], first: Iterable[Any]) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`: rows that are not in `first` are marked `more`."""
-    every, chosen = ([row if isinstance(row, tuple) else (row,) for row in some] for some in (rows, first))
-    assert all(row in every for row in chosen), f"no such rows: {[row for row in chosen if row not in every]}"
-    return [pytest.param(*row, marks=() if row in chosen else MORE) for row in every]
-
-
-# How many random programs a test runs; they are the same in every run.
-EXAMPLES = tiered((10, 100), (10,))
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    chosen = {repr(row if isinstance(row, tuple) else (row,)) for row in first}  # a row may have dicts in it
+    unknown = chosen - {*map(repr, rows)}
+    assert not unknown, f"no such rows: {unknown}"
+    return [pytest.param(*row, marks=() if repr(row) in chosen else MORE) for row in rows]
 
 
 def formats(*more: str) -> list[Any]:
@@ -68,22 +68,35 @@ def formats(*more: str) -> list[Any]:
     return tiered(FORMATS, (*MECHANISMS, *more))
 
 
-def features(names: Iterable[str], layout_matters: Collection[str]) -> list[Any]:
+def pairs(names: Collection[str], rows: Collection[Layout], first: Collection[Layout]) -> list[Any]:
+    """Every name in every layout; the first tier has each name in the layouts `first`."""
+    return tiered(itertools.product(names, rows), [*itertools.product(names, first)])
+
+
+def features(names: Collection[str], layout_matters: Collection[str]) -> list[Any]:
     """Every feature in every layout, and features that depend on the layout in more layouts."""
-    rows = [(name, layout) for name in names for layout in layouts()]
-    rows += [(name, layout) for name in layout_matters for layout in more_layouts()]
-    first = {(name, layout) for name in layout_matters for layout in KINDS_OF_ANY}
-    first |= {(name, ONE) for name in names}
-    first |= {(name, Layout(format, -2, None)) for name in OF_EVERY_FORMAT for format in FORMATS}
-    return [pytest.param(*row, id=f"{row[0]}-{row[1]}", marks=() if row in first else MORE) for row in rows]
+    rows = [*itertools.product(names, layouts()), *itertools.product(layout_matters, more_layouts())]
+    first = [*itertools.product(names, [ONE]), *itertools.product(layout_matters, KINDS_OF_ANY)]
+    first += [(name, Layout(format, -2, None)) for name in OF_EVERY_FORMAT for format in FORMATS]
+    return tiered(rows, first)
 
 
 def parametrize_layouts(metafunc: pytest.Metafunc) -> None:
-    """Run tests with an argument `layout` or `any_layout` in every layout."""
+    """Run tests with an argument `layout` or `any_layout` in every layout.
+
+    The first tier has the layouts of the mark `first`. Without it, a test of one argument runs on every mechanism, and
+    a test that is crossed with another list runs in one layout.
+    """
+    mark = metafunc.definition.get_closest_marker("first")
     crossed = any(metafunc.definition.iter_markers("parametrize"))
-    for argument, rows, few, pairs in (
-        ("layout", layouts(), FIRST, KINDS),
+    for argument, rows, few, one in (
+        ("layout", layouts(), FIRST, (ONE,)),
         ("any_layout", layouts() + more_layouts(), FIRST_OF_ANY, KINDS_OF_ANY),
     ):
         if argument in metafunc.fixturenames:
-            metafunc.parametrize(argument, tiered(rows, pairs if crossed else few), ids=str)
+            first = mark.args if mark else one if crossed else few
+            metafunc.parametrize(argument, tiered(rows, first), ids=str)
+
+
+# How many random programs a test runs; they are the same in every run.
+EXAMPLES = tiered((10, 100), (10,))
