@@ -7,6 +7,7 @@ import pytest
 import tiers
 
 import lowbit
+from lowbit.kernels import cpu
 from lowbit.runtime import _interpret
 
 # Sharding is tested on eight virtual devices. Programs run once, so optimizing them does not pay.
@@ -45,7 +46,14 @@ ARM = platform.machine() in ("aarch64", "arm64")
 ISAS = os.environ.get("LOWBIT_TEST_ISA") or ("generic,neon,neon_dot" if ARM else "generic,avx2,avx512")
 
 
-@pytest.fixture(scope="session", params=ISAS.split(","))
+def _isas() -> list[Any]:
+    """The best one of this machine in the first tier; all of those that are named."""
+    best = cpu.instruction_set()
+    named = "LOWBIT_TEST_ISA" in os.environ or best is None
+    return tiers.tiered(ISAS.split(","), ISAS.split(",") if named else [best])
+
+
+@pytest.fixture(scope="session", params=_isas())
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """target(name) is the name in JAX of a target of the library for one instruction set.
 

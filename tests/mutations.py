@@ -13,11 +13,11 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -337,78 +337,73 @@ FAULTS = [
 ]
 
 
-def copy_of_the_tree(folder: Path) -> Path:
-    """The sources and the tests, with the library that is installed."""
-    for name in ("src", "tests", "examples", "docs", "csrc"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "CONTRIBUTING.md", "README.md"):
-        shutil.copy(ROOT / name, folder)
-    spec = find_spec("lowbit.kernels")
+def copy_of_the_sources(folder: Path) -> Path:
+    """A folder with the package in it, and with the library that is installed."""
+    shutil.copytree(ROOT / "src" / "lowbit", folder / "lowbit", ignore=shutil.ignore_patterns("__pycache__"))
+    spec = find_spec("lowbit")
     assert spec is not None and spec.submodule_search_locations is not None
     for place in spec.submodule_search_locations:
-        for library in Path(place).glob("lowbit_native.so"):
-            shutil.copy(library, folder / "src" / "lowbit" / "kernels")
+        for library in (Path(place) / "kernels").glob("lowbit_native.so"):
+            shutil.copy(library, folder / "lowbit" / "kernels")
     return folder
 
 
-def run_tests(tree: Path, tests: str, output: Path) -> int:
-    """The exit code of pytest in a child that imports lowbit from this tree: 0 if all passed, 1 if some failed."""
+def started(sources: Path, tests: str) -> int:
+    """A child that runs these tests on these sources: exit code 0 if all passed, 1 if some failed."""
     child = os.fork()
-    if child == 0:
-        code = 70
-        try:
-            with output.open("w") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            code = _in_the_child(tree, tests)
-        finally:
-            os._exit(code)
-    for _ in range(LONGEST * 10):
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.1)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return 1  # a test that hangs has noticed too
+    if child:
+        return child
+    code = 70
+    try:
+        with (sources / "output").open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        signal.alarm(LONGEST)
+        code = _in_the_child(sources, tests)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def _in_the_child(tree: Path, tests: str) -> int:
+def _in_the_child(sources: Path, tests: str) -> int:
     import pytest
 
-    os.chdir(tree)
+    os.chdir(ROOT)
     # An editable install may import lowbit by a finder of its own, before the path is asked.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "lowbit" not in type(finder).__module__]
-    sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
+    sys.path.insert(0, str(sources))
     import lowbit
 
-    assert Path(lowbit.__file__).is_relative_to(tree), f"{lowbit.__file__} is not in {tree}"
-    sys.stdout.flush()
+    assert Path(lowbit.__file__).is_relative_to(sources), f"{lowbit.__file__} is not in {sources}"
     return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", *shlex.split(tests)]))
 
 
-def check(fault: Fault) -> tuple[Fault, bool, str]:
-    """Whether the tests of a fault notice it, and the end of their output."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = copy_of_the_tree(Path(folder))
-        path = tree / "src" / "lowbit" / fault.file
-        source = path.read_text()
-        assert source.count(fault.before) == 1, f"{fault.file} has {source.count(fault.before)} times: {fault.before}"
-        path.write_text(source.replace(fault.before, fault.after))
-        output = Path(folder) / "output"
-        code = run_tests(tree, fault.tests, output)
-        text = "\n".join(output.read_text().strip().splitlines()[-3:])
-        assert code in (0, 1), f"pytest ended with {code} for {fault}:\n{text}"
-        return fault, code == 1, text
+def with_fault(sources: Path, fault: Fault) -> None:
+    path = sources / "lowbit" / fault.file
+    source = path.read_text()
+    assert source.count(fault.before) == 1, f"{fault.file} has {source.count(fault.before)} times: {fault.before}"
+    path.write_text(source.replace(fault.before, fault.after))
 
 
-def sound() -> Iterator[str]:
-    """The selections that fail, or select nothing, on the sources as they are."""
-    for tests in dict.fromkeys(fault.tests for fault in FAULTS):
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "output"
-            if run_tests(copy_of_the_tree(Path(folder)), tests, output) != 0:
-                yield f"{tests}\n{output.read_text()[-500:]}"
+def results(faults: Sequence[Fault], jobs: int) -> Iterator[tuple[Fault, int, str]]:
+    """Each fault with the exit code of its tests and the end of their output, as they end."""
+    left, running = list(faults), {}
+    while left or running:
+        while left and len(running) < jobs:
+            fault = left.pop(0)
+            folder = tempfile.TemporaryDirectory()
+            sources = copy_of_the_sources(Path(folder.name))
+            if fault.before:
+                with_fault(sources, fault)
+            running[started(sources, fault.tests)] = fault, folder
+        child, status = os.wait()
+        fault, folder = running.pop(child)
+        text = (Path(folder.name) / "output").read_text().strip().splitlines()
+        folder.cleanup()
+        yield fault, os.waitstatus_to_exitcode(status), "\n".join(text[-15:])
 
 
 def main() -> int:
@@ -421,21 +416,22 @@ def main() -> int:
     import pytest
 
     del jax, pytest
-    wrong = [] if args.skip_sound else list(sound())
-    for selection in wrong:
-        print(f"does not pass without a fault: {selection}", flush=True)
     chosen = [fault for fault in FAULTS if args.only in fault.file + " " + fault.tests]
-    survived = 0
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for fault, noticed, text in pool.map(check, chosen):
-            print(
-                f"{'noticed ' if noticed else 'SURVIVED'} {fault.file}: {fault.before!r} -> {fault.after!r}", flush=True
-            )
-            if not noticed:
-                survived += 1
-                print(text, flush=True)
-    print(f"{len(chosen) - survived} of {len(chosen)} faults were noticed.")
-    return int(bool(survived or wrong))
+    wrong = []
+    # On the sources as they are: all tests pass, and there are some.
+    selections = [] if args.skip_sound else dict.fromkeys(fault.tests for fault in chosen)
+    for fault, code, text in results([Fault("", "", "", tests) for tests in selections], args.jobs):
+        if code != 0:
+            wrong.append(f"does not pass without a fault: {fault.tests}\n{text}")
+    for fault, code, text in results(chosen, args.jobs):
+        noticed = code == 1 or code == -signal.SIGALRM  # a test that hangs has noticed too
+        change = f"{fault.file}: {fault.before!r} -> {fault.after!r}"
+        print("noticed " if noticed else "SURVIVED", change, flush=True)
+        if not noticed:
+            wrong.append(f"survived: {change}\n{fault.tests} ended with {code}\n{text}")
+    print(*wrong, sep="\n\n")
+    print(f"{len(chosen)} faults, {len(wrong)} problems.")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

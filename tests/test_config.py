@@ -223,7 +223,7 @@ def test_straight_through_by_the_names_of_eformer() -> None:
     assert set(np.unique(lowbit.straight_through_1bit(W, kind="binary", scale=False))) == {-1, 1}
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", tiers.tiered(QuantizationType, [QuantizationType.NF4]))
 def test_straight_through_has_the_dense_gradient_in_every_transformation(dtype: QuantizationType) -> None:
     def quantized(w: jax.Array) -> jax.Array:
         return straight_through(w, dtype=dtype)

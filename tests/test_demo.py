@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import collectives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_tokenizer import fields
@@ -208,6 +209,7 @@ def test_a_cache_in_int8_is_small_and_never_dense() -> None:
     assert not [a for a in made if a.shape[-2:] == (512, config.head_size) and a.dtype != jnp.int8]
 
 
+@tiers.MORE
 def test_the_real_model() -> None:
     """Perplexity, divergence, memory, text, and the same over six devices. One test, since loading takes long."""
     found = json.loads(RESULTS.read_text())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import Layout, layouts, more_layouts
 from jax import export
 from jax.sharding import AxisType, NamedSharding
@@ -44,6 +45,7 @@ def check(x, w, contract, dtype, **options):
     assert_rounded(product(Product(x, w, contract, dtype), **options), want, dtype)
 
 
+@pytest.mark.first(*tiers.EACH_MECHANISM)
 def test_every_layout_at_odd_sizes(any_layout) -> None:
     number = (layouts() + more_layouts()).index(any_layout)
     contract = (-2, -1)[number // 2 % 2]

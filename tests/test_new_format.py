@@ -92,12 +92,18 @@ def test_a_declared_format_is_like_a_built_in_one(example, monkeypatch) -> None:
     assert_same_bits(tree["up"]["kernel"], q)
 
 
-@pytest.mark.parametrize("feature", [*LAYOUT_MATTERS, "value_and_grad_through_scan_and_checkpoint"])
+FEATURES = [*LAYOUT_MATTERS, "value_and_grad_through_scan_and_checkpoint"]
+
+
+@pytest.mark.parametrize("feature", tiers.tiered(FEATURES, (*tiers.OF_EVERY_FORMAT, "slices", "einsum_heads")))
 def test_features(feature: str, six_bits: Layout) -> None:
     test_transforms.check(feature, six_bits)
 
 
-@pytest.mark.parametrize("move", test_rules.MOVES)
+MOVES = tiers.tiered(test_rules.MOVES, ("transpose_all", "reshape_split_columns", "slice_of_columns"))
+
+
+@pytest.mark.parametrize("move", MOVES)
 def test_structural_rules_keep_every_bit(move: str, six_bits: Layout) -> None:
     test_rules.test_structural_rules_keep_every_bit(move, six_bits)
 

@@ -24,34 +24,29 @@ MORE = pytest.mark.more
 # differ from these in numbers alone. The first tier has every one of them where a test is about the numbers.
 MECHANISMS = ("int8", "nf4", "ternary", "binary", "q4", "q3", "fp8", "nvfp4")
 
-# For tests over layouts: each mechanism in one layout. Packed axes and axes with blocks meet (axis -1 in blocks of 16)
-# and cross (axis -2), and the last row has offsets and 16-bit scales.
-FIRST = (
-    Layout("int8", -2, None),
-    Layout("nf4", -1, 16),
+# The kinds of storage that rules tell apart: bytes with a scale for each column; nibbles with blocks along the packed
+# axis; two components of codes with scale codes and group scales; offsets. Tests over layouts run on these.
+KINDS = (Layout("int8", -2, None), Layout("nf4", -1, 16), Layout("q3", -2, None), Layout("int4", -2, None, AFFINE))
+# For tests that are crossed with another list or depend on the program alone: codes in two components and coded scales
+# enter and leave every inner program.
+ONE = Layout("q3", -2, None)
+# For tests that depend on the axis and the length of the blocks: also blocks along the axis that is not packed, and one
+# scale for each row.
+KINDS_OF_ANY = (*KINDS, Layout("nf4", -2, 32), Layout("int8", -1, None))
+# For tests of kernels and files, which do know formats: each mechanism, the packed axis and that of the blocks together
+# (axis -1 in blocks of 16) and apart (axis -2).
+EACH_MECHANISM = (
+    *KINDS,
     Layout("ternary", -2, None),
     Layout("binary", -1, 16),
     Layout("q4", -1, 16),
-    Layout("q3", -2, None),
     Layout("fp8", -1, 16),
     Layout("nvfp4", -2, None),
-    Layout("int4", -2, None, AFFINE),
 )
 
-# The kinds of storage that structural rules tell apart: bytes with a scale for each column; nibbles with blocks along
-# the packed axis; two components of codes with scale codes and group scales; offsets.
-KINDS = (Layout("int8", -2, None), Layout("nf4", -1, 16), Layout("q3", -2, None), Layout("int4", -2, None, AFFINE))
-
-# The same for tests that depend on the axis and the length of the blocks: also blocks along the axis that is not
-# packed, and one scale for each row.
-FIRST_OF_ANY = (*FIRST, Layout("nf4", -2, 32), Layout("int8", -1, None), Layout("int4", -1, None, AFFINE))
-KINDS_OF_ANY = (*KINDS, Layout("nf4", -2, 32), Layout("int8", -1, None))
-
-# For features and tests that depend on the program alone: codes in two components and coded scales enter and leave
-# every inner program.
-ONE = Layout("q3", -2, None)
-# Features that every format runs in the first tier.
+# Features that every format runs, and the layouts of features that depend on the layout.
 OF_EVERY_FORMAT = ("matmul_left", "embedding", "scan_over_layers", "grad_of_activations")
+OF_FEATURES = (ONE, Layout("nf4", -1, 16), Layout("int4", -2, None, AFFINE))
 
 
 def tiered(rows: Iterable[Any], first: Iterable[Any]) -> list[Any]:
@@ -76,7 +71,7 @@ def pairs(names: Collection[str], rows: Collection[Layout], first: Collection[La
 def features(names: Collection[str], layout_matters: Collection[str]) -> list[Any]:
     """Every feature in every layout, and features that depend on the layout in more layouts."""
     rows = [*itertools.product(names, layouts()), *itertools.product(layout_matters, more_layouts())]
-    first = [*itertools.product(names, [ONE]), *itertools.product(layout_matters, KINDS_OF_ANY)]
+    first = [*itertools.product(names, [ONE]), *itertools.product(layout_matters, OF_FEATURES)]
     first += [(name, Layout(format, -2, None)) for name in OF_EVERY_FORMAT for format in FORMATS]
     return tiered(rows, first)
 
@@ -84,14 +79,14 @@ def features(names: Collection[str], layout_matters: Collection[str]) -> list[An
 def parametrize_layouts(metafunc: pytest.Metafunc) -> None:
     """Run tests with an argument `layout` or `any_layout` in every layout.
 
-    The first tier has the layouts of the mark `first`. Without it, a test of one argument runs on every mechanism, and
-    a test that is crossed with another list runs in one layout.
+    The first tier has the layouts of the mark `first`. Without it, a test of this argument alone runs on each kind of
+    storage, and a test that is crossed with another list in one layout.
     """
     mark = metafunc.definition.get_closest_marker("first")
     crossed = any(metafunc.definition.iter_markers("parametrize"))
     for argument, rows, few, one in (
-        ("layout", layouts(), FIRST, (ONE,)),
-        ("any_layout", layouts() + more_layouts(), FIRST_OF_ANY, KINDS_OF_ANY),
+        ("layout", layouts(), KINDS, (ONE,)),
+        ("any_layout", layouts() + more_layouts(), KINDS_OF_ANY, KINDS_OF_ANY),
     ):
         if argument in metafunc.fixturenames:
             first = mark.args if mark else one if crossed else few
