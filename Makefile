@@ -21,7 +21,7 @@ JOBS ?= 2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
 .PRECIOUS: .venv-jax-%/test
-.PHONY: demo test test-more test-all lint tests tests-oldest tests-more package test-browser test-tpu-aot test-gpu-aot \
+.PHONY: demo test test-more test-all lint tests tests-oldest tests-more tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
   test-arm sanitize-arm wheels test-frameworks sanitize fuzz kill mutations stream train-examples docs format clean
 
 demo: $(VENV)/demo
@@ -33,7 +33,7 @@ test: lint tests tests-oldest package
 # The second tier: all layouts and pairs, 100 random programs, the compiler of TPU, a browser, damaged files, kills, and
 # sanitizers on the kernels. It repeats nothing of the first.
 test-more:
-	$(MAKE) tests-more test-tpu-aot test-browser sanitize
+	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-browser sanitize
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
 
@@ -59,18 +59,24 @@ tests: $(VENV)/test
 tests-more: $(VENV)/test
 	$(VENV)/bin/python $(PYTEST) -m more
 
-# Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
+# What meets JAX itself: runtime, rules, transformations, shardings.
+MEETS_JAX := runtime register policy unknown_jax control rules transforms outside kernels cpu file_layouts permuted
+ON_OLDEST := $(MEETS_JAX) sharding groups convolution lora tree
+tests-oldest: $(OLDEST)/test
+	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
+
+# The rest of the first tier, without what does not depend on the version: frameworks, files, pages, and the kernels
+# called raw.
 ANY_VERSION := frameworks nnx_state examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
   files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
   safetensors bitsandbytes huggingface_dir gguf gguf_writer gguf_blocks gguf_model exchange_damaged \
   checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping gptq calibration_choice calibrated_files histogram \
   cli cli_directories stream stream_resume stream_directories tpu gpu
-tests-oldest: $(OLDEST)/test
+tests-oldest-more: $(OLDEST)/test
 	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more" \
-	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
+	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION) $(ON_OLDEST))) tests
 
-# What meets JAX itself, on a version of JAX in between: `make tests-jax-0.9.2`.
-MEETS_JAX := runtime register policy unknown_jax rules transforms kernels cpu file_layouts permuted
+# On a version of JAX in between: `make tests-jax-0.9.2`.
 tests-jax-%: .venv-jax-%/test
 	.venv-jax-$*/bin/python $(PYTEST) -m "not frameworks and not more" $(foreach name,$(MEETS_JAX),tests/test_$(name).py)
 

@@ -16,7 +16,7 @@ from lowbit import QuantizationConfig, QuantizationType, dispatch, quantize, str
 from lowbit.kernels import reference
 from lowbit.testing import equations
 
-FIRST = [QuantizationType(name) for name in tiers.MECHANISMS]
+FIRST = [QuantizationType(name) for name in tiers.KINDS_OF_FORMATS]
 TYPES = tiers.tiered(QuantizationType, FIRST)
 BLOCKS = {"nf4": 64, "nvfp4": 16, **dict.fromkeys(("int8", "ternary", "binary", "fp8", "fp8_e5m2"))}
 W = jax.random.normal(jax.random.key(0), (48, 80)) / 4

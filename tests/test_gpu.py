@@ -198,7 +198,10 @@ DECLARED = [
 
 
 @pytest.mark.usefixtures("declared")
-@pytest.mark.parametrize(("format", "axis", "contract", "dtype", "options"), DECLARED)
+# The first tier has layouts of each mechanism in `test_every_layout_at_odd_sizes`.
+@pytest.mark.parametrize(
+    ("format", "axis", "contract", "dtype", "options"), tiers.tiered(DECLARED, [DECLARED[i] for i in (1, 4, 8, 9)])
+)
 def test_declared_formats(format, axis, contract, dtype, options) -> None:
     k, n = 150, 90
     w = normal(0, *((k, n) if contract == -2 else (n, k)))
@@ -229,7 +232,7 @@ def program_for_cuda(fn, *args):
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("format", lowbit.FORMATS)
+@pytest.mark.parametrize("format", tiers.mechanisms())
 def test_a_program_for_cuda_holds_the_kernel(format) -> None:
     x, w = normal(0, 4, 192, dtype=jnp.bfloat16), normal(1, 192, 320, dtype=jnp.bfloat16)
     directions = (

@@ -14,7 +14,7 @@ import lowbit
 from lowbit import FORMATS, QuantizationConfig, learned_scales, quantize_tree, straight_through, straight_through_tree
 
 WITH_A_TOP = [name for name in FORMATS if FORMATS[name].top is not None]
-LEARNED = tiers.tiered(WITH_A_TOP, [name for name in WITH_A_TOP if name in tiers.MECHANISMS])
+LEARNED = tiers.tiered(WITH_A_TOP, [name for name in WITH_A_TOP if name in tiers.KINDS_OF_FORMATS])
 
 
 def normal(*shape: int) -> jax.Array:
@@ -76,7 +76,7 @@ BY_HAND: dict[str, Any] = {
 RULES = CHOSEN | BY_HAND
 
 
-@pytest.mark.parametrize("name", tiers.tiered(RULES, (*tiers.MECHANISMS, "options", "nf4 by hand", "q3 by hand")))
+@pytest.mark.parametrize("name", tiers.tiered(RULES, (*tiers.KINDS_OF_FORMATS, "options", "nf4 by hand", "q3 by hand")))
 def test_simulated_values_equal_stored_ones(name: str) -> None:
     rules = RULES[name]
 

@@ -27,6 +27,7 @@ MECHANISMS = ("int8", "nf4", "ternary", "binary", "q4", "q3", "fp8", "nvfp4")
 # The kinds of storage that rules tell apart: bytes with a scale for each column; nibbles with blocks along the packed
 # axis; two components of codes with scale codes and group scales; offsets. Tests over layouts run on these.
 KINDS = (Layout("int8", -2, None), Layout("nf4", -1, 16), Layout("q3", -2, None), Layout("int4", -2, None, AFFINE))
+KINDS_OF_FORMATS = ("int8", "nf4", "q3", "int4")
 # For tests that are crossed with another list or depend on the program alone: codes in two components and coded scales
 # enter and leave every inner program.
 ONE = Layout("q3", -2, None)
@@ -58,9 +59,14 @@ def tiered(rows: Iterable[Any], first: Iterable[Any]) -> list[Any]:
     return [pytest.param(*row, marks=() if repr(row) in chosen else MORE) for row in rows]
 
 
-def formats(*more: str) -> list[Any]:
-    """Every format by name; the first tier has each mechanism, and the formats named here."""
-    return tiered(FORMATS, (*MECHANISMS, *more))
+def formats() -> list[Any]:
+    """Every format by name; the first tier has one for each kind of storage."""
+    return tiered(FORMATS, KINDS_OF_FORMATS)
+
+
+def mechanisms() -> list[Any]:
+    """Every format by name; the first tier has one for each mechanism."""
+    return tiered(FORMATS, (*MECHANISMS, "int4"))
 
 
 def pairs(names: Collection[str], rows: Collection[Layout], first: Collection[Layout]) -> list[Any]:
