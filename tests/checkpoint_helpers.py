@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiers
 from exchange_helpers import stored
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 CHECKPOINTS = {path.stem: path for path in sorted((Path(__file__).parent / "golden" / "checkpoints").iterdir())}
+# One or two checkpoints of each method, those with the most components, for tests in the first tier.
+FIRST = """
+    awq bitsandbytes_fp4_nested bitsandbytes_int8 compressed_fp8_block compressed_int_zero compressed_mxfp4
+    compressed_nvfp4 compressed_pack_3_zero compressed_pack_4_order fp8_block gpt_oss gptq_3_order gptq_4_sym_v2
+    mlx_affine_6_bfloat16 mlx_nvfp4_4 modelopt_nvfp4 torchao_fp8 torchao_int4_zero
+""".split()
+EACH_METHOD = tiers.tiered(CHECKPOINTS, FIRST)
 
 
 def metadata(name: str) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 import os
 import platform
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import HALF, layouts, more_layouts
+import tiers
 
 import lowbit
+from lowbit.kernels import cpu
 from lowbit.runtime import _interpret
 
 # Sharding is tested on eight virtual devices. Programs run once, so optimizing them does not pay.
@@ -19,25 +19,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_llvm
 collect_ignore = ["gpu_aot.py", "kill.py", "cli_helpers.py", "eformer_helpers.py"]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "layout" in metafunc.fixturenames:
-        metafunc.parametrize("layout", layouts(), ids=str)
-    if "any_layout" in metafunc.fixturenames:
-        metafunc.parametrize("any_layout", layouts() + more_layouts(), ids=str)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With LOWBIT_TEST_LAYOUTS=one or other, run only some of the tests of every layout: a fixed half, or a fourth."""
-    if HALF is None:
-        return
-    left = [
-        item
-        for item in items
-        if {"layout", "any_layout", "six_bits"} & {*getattr(item, "fixturenames", ())}
-        and zlib.crc32(item.name.encode()) % (2 if HALF else 4) != HALF
-    ]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in {*left}]
+pytest_generate_tests = tiers.parametrize_layouts
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +46,14 @@ ARM = platform.machine() in ("aarch64", "arm64")
 ISAS = os.environ.get("LOWBIT_TEST_ISA") or ("generic,neon,neon_dot,neon_i8mm" if ARM else "generic,avx2,avx512")
 
 
-@pytest.fixture(scope="session", params=ISAS.split(","))
+def _isas() -> list[Any]:
+    """The best one of this machine in the first tier; all of those that are named."""
+    best = cpu.instruction_set()
+    named = "LOWBIT_TEST_ISA" in os.environ or best is None
+    return tiers.tiered(ISAS.split(","), ISAS.split(",") if named else [best])
+
+
+@pytest.fixture(scope="session", params=_isas())
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """target(name) is the name in JAX of a target of the library for one instruction set.
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 from collections import Counter
 from typing import Any
@@ -41,17 +40,7 @@ class Layout:
         return f"{self.format}-axis{self.axis}{block}" + "".join(f"-{name}={value}" for name, value in self.options)
 
 
-# By default each format is tested in one half of the layouts on the newest JAX, and in the other half on the oldest.
-# `make test-all` runs all layouts.
-HALF = {"one": 1, "other": 0}.get(os.environ.get("LOWBIT_TEST_LAYOUTS", "all"))
-
-# One format for each mechanism: codes of 8, 4, 2 and 1 bits, tables, scale codes with group scales along an axis (q4)
-# or over a matrix (nvfp4), codes in two components (q3), small floats (fp8), offsets and float16 scales (int4). The
-# other rows of the table differ from these in numbers alone: tests over layouts run them in `make test-all`, and every
-# run has the tests over all of FORMATS, which are cheap.
-MECHANISMS = ("int8", "nf4", "ternary", "binary", "q4", "q3", "fp8", "nvfp4")
 AFFINE = (("offset", True), ("scale_dtype", "float16"))
-SOME_FORMATS = tuple(FORMATS) if HALF is None else MECHANISMS
 
 
 def layouts() -> list[Layout]:
@@ -65,12 +54,8 @@ def more_layouts() -> list[Layout]:
 
 
 def _every_format(*ways: tuple[int, int | None]) -> list[Layout]:
-    rows = [*((name, ()) for name in SOME_FORMATS), ("int4", AFFINE)]
-    return [
-        Layout(name, axis, block, options)
-        for i, (name, options) in enumerate(rows)
-        for axis, block in (ways if HALF is None else [ways[(i + HALF) % 2]])
-    ]
+    rows = [*((name, ()) for name in FORMATS), ("int4", AFFINE)]
+    return [Layout(name, axis, block, options) for name, options in rows for axis, block in ways]
 
 
 @functools.cache

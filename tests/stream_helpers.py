@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import SOME_FORMATS
+from tiers import MECHANISMS
 
 import lowbit
 from lowbit import QuantizationConfig, Rule
@@ -25,8 +25,8 @@ BOTH = QuantizationConfig("int8", axis=(-2, -1))
 # Every way to split into chunks: by rows, by rows of blocks, by columns, by layers, within a row, or not at all. Some
 # tensors have short last blocks or bytes.
 CASES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
-    **{f"{format}.weight": ((40, 192), np.float32, format) for format in SOME_FORMATS},
-    **{f"{format}.kernel": ((192, 40), ml_dtypes.bfloat16, format) for format in SOME_FORMATS},
+    **{f"{format}.weight": ((40, 192), np.float32, format) for format in MECHANISMS},
+    **{f"{format}.kernel": ((192, 40), ml_dtypes.bfloat16, format) for format in MECHANISMS},
     "affine.kernel": ((192, 40), np.float32, QuantizationConfig("int4", offset=True, scale_dtype="float16")),
     "square.weight": ((70, 150), np.float32, QuantizationConfig("fp8", axis=(-2, -1), block_size=32)),
     "layers.weight": ((3, 30, 64), np.float32, QuantizationConfig("int8", axis=-1)),

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_helpers import CHECKPOINTS, checkpoint, tensors_of
+from checkpoint_helpers import CHECKPOINTS, EACH_METHOD, checkpoint, tensors_of
 from cli_helpers import run
 from exchange_helpers import same_bits
 
@@ -53,7 +53,7 @@ def test_values_are_those_of_the_own_decoder(name: str, tmp_path: Path) -> None:
         assert same_bits(model.array(other), tensors[other])
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", EACH_METHOD)
 def test_products_and_files_keep_the_bits(name: str, tmp_path: Path) -> None:
     expected = checkpoint(name, tmp_path / "model")
     convert(tmp_path / "model", tmp_path / "ours")
@@ -68,7 +68,7 @@ def test_products_and_files_keep_the_bits(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(got, x @ np.swapaxes(dense, -1, -2), rtol=1e-4, atol=4e-4 * abs(dense).max())
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", EACH_METHOD)
 def test_reading_in_chunks_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = checkpoint(name, tmp_path / "model")
     whole = {weight: HuggingFaceDir(tmp_path / "model").array(weight) for weight in expected}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_helpers import CHECKPOINTS, checkpoint, metadata, tensors_of
+from checkpoint_helpers import EACH_METHOD, checkpoint, metadata, tensors_of
 from exchange_helpers import FIRST, INDEX, SECOND, same_bits
 from files_helpers import mutated
 from safetensors.numpy import save_file
@@ -235,7 +235,7 @@ def test_weights_of_deepseek_v4_are_refused(tmp_path: Path) -> None:
         HuggingFaceDir(tmp_path)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", EACH_METHOD)
 def test_changed_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
     checkpoint(name, tmp_path)
     dice = random.Random(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 from cli_helpers import huggingface_dir, left_over, run
 
 from lowbit.io import _convert as converting
@@ -31,7 +32,7 @@ def put(folder: Path, files: dict[str, str]) -> dict[str, bytes]:
 FOREIGN = {"thesis.txt": "mine", "notes/day.md": "1", ".hidden": "h", "weights.bin": "w", "onnx/model.onnx": "o"}
 
 
-@pytest.mark.parametrize("to", ["lowbit", "bitsandbytes", "safetensors"])
+@pytest.mark.parametrize("to", tiers.tiered(["lowbit", "bitsandbytes", "safetensors"], ["lowbit"]))
 def test_foreign_files_stay_in_a_directory_that_is_replaced(to: str, tiny: Path, tmp_path: Path) -> None:
     source, target = huggingface_dir(tiny, tmp_path / "hf"), tmp_path / "out"
     put(source, {"onnx/config.json": "{}"})

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import SOME_FORMATS, assert_close, assert_same_bits
+import tiers
+from helpers import assert_close, assert_same_bits
 
 import lowbit
 from lowbit import QuantizationConfig, QuantizationType, dispatch, quantize, straight_through
 from lowbit.kernels import reference
 from lowbit.testing import equations
 
-TYPES = [QuantizationType(name) for name in SOME_FORMATS]
+FIRST = [QuantizationType(name) for name in tiers.KINDS_OF_FORMATS]
+TYPES = tiers.tiered(QuantizationType, FIRST)
 BLOCKS = {"nf4": 64, "nvfp4": 16, **dict.fromkeys(("int8", "ternary", "binary", "fp8", "fp8_e5m2"))}
 W = jax.random.normal(jax.random.key(0), (48, 80)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 48))
@@ -82,7 +84,7 @@ def test_the_default_is_nf4_in_blocks_of_64() -> None:
 
 def test_the_default_axis_is_the_one_that_a_product_contracts() -> None:
     by_class = [lowbit.Array8B.quantize, lowbit.ArrayNF4.quantize, lowbit.Array1B.quantize, lowbit.Array8B]
-    by_name = [functools.partial(quantize, dtype=dtype) for dtype in TYPES]
+    by_name = [functools.partial(quantize, dtype=dtype) for dtype in FIRST]
     for fn in (*by_class, *by_name):
         for shape, axis in (((64,), -1), ((64, 96), -2), ((3, 64, 96), -2), ((2, 3, 64, 96), -2)):
             w = jax.random.normal(jax.random.key(0), shape)
@@ -189,10 +191,11 @@ def test_errors_name_what_was_asked() -> None:
 
 # --- straight through
 
-CONFIGS = [*map(QuantizationConfig, TYPES), QuantizationConfig("nf4", 16, axis=-2, double_quant=True)]
+DOUBLE = QuantizationConfig("nf4", 16, axis=-2, double_quant=True)
+EVERY, FIRST_CONFIGS = ([*map(QuantizationConfig, types), DOUBLE] for types in (QuantizationType, FIRST))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", tiers.tiered(EVERY, FIRST_CONFIGS), ids=str)
 def test_simulated_materialized_and_straight_through_are_equal_to_the_bit(config: QuantizationConfig) -> None:
     want = np.asarray(quantize(W, config).materialize())
     simulated = dataclasses.replace(config, simulate=True)
@@ -220,7 +223,7 @@ def test_straight_through_by_the_names_of_eformer() -> None:
     assert set(np.unique(lowbit.straight_through_1bit(W, kind="binary", scale=False))) == {-1, 1}
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", tiers.tiered(QuantizationType, [QuantizationType.NF4]))
 def test_straight_through_has_the_dense_gradient_in_every_transformation(dtype: QuantizationType) -> None:
     def quantized(w: jax.Array) -> jax.Array:
         return straight_through(w, dtype=dtype)

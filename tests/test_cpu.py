@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import Layout, assert_close
 
 import lowbit
@@ -77,6 +78,7 @@ def test_environment_variables_choose_the_instruction_set() -> None:
 
 
 @native
+@pytest.mark.first(*tiers.EACH_MECHANISM)
 def test_products_call_the_kernel_and_build_no_dense_weight(layout: Layout) -> None:
     k, n = 256, 512
     x, q = jnp.ones((8, k)), layout.quantize(jax.random.normal(jax.random.key(0), (k, n)))

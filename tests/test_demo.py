@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALF, collectives
+import tiers
+from helpers import collectives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_tokenizer import fields
 from typer.testing import CliRunner
@@ -211,6 +212,7 @@ def test_a_cache_in_int8_is_small_and_never_dense() -> None:
     assert not [a for a in made if a.shape[-2:] == (512, config.head_size) and a.dtype != jnp.int8]
 
 
+@tiers.MORE
 def test_the_real_model() -> None:
     """Perplexity, divergence, memory, text, and the same over six devices. One test, since loading takes long."""
     found = json.loads(RESULTS.read_text())
@@ -229,7 +231,7 @@ def test_the_real_model() -> None:
     assert own.divergence < 2e-5 and own.agreement == 1
     cached = evaluation.quality(dataclasses.replace(dense, formats=INT8_CACHE), windows, references)
     assert cached.divergence < 1.2 * committed["float32, cache int8"]["KL of 2 windows"]
-    names = ("int8", "nf4") if HALF is None else ("nf4",)
+    names = ("int8", "nf4")
     models = {name: dense.quantized(name, strict=True)[0] for name in names}
     del dense
     for name, model in models.items():

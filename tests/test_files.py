@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiers
 from files_helpers import GOLDEN, assert_same, back, module, saved, weights
 from helpers import Layout
 from test_new_format import Array6B
@@ -39,6 +40,7 @@ def test_the_same_tree_is_the_same_file(tmp_path):
     assert saved(tmp_path, made.contents(), metadata=made.METADATA).read_bytes() == made.OUT.read_bytes()
 
 
+@pytest.mark.first(*tiers.EACH_MECHANISM)
 def test_every_format_comes_back(layout: Layout, tmp_path):
     w = layout.quantize(weights(33, 77))
     tree = {

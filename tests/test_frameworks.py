@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiers
 from flax import nnx
-from helpers import HALF, LAYERS, K, N, activations, assert_close, assert_same_bits
+from helpers import LAYERS, K, N, activations, assert_close, assert_same_bits
 
 import lowbit
 from lowbit import QuantizedArray, implicit
 from lowbit.testing import dense_weights
 
-# A framework sees an array and not its format, so the short run tests two formats.
-SOME = [name for name in lowbit.FORMATS if HALF is None or name in ("int8", "nf4")]
-pytestmark = [pytest.mark.frameworks, pytest.mark.parametrize("format", SOME)]
+# A framework sees an array and not its format, so the first tier has one.
+pytestmark = [pytest.mark.frameworks, pytest.mark.parametrize("format", tiers.tiered(lowbit.FORMATS, ("nf4",)))]
 
 HEADS, HEAD, VOCABULARY, OUT = 4, 16, 128, 40
 IDS = jnp.array([[3, 0, 127, 9, 9], [64, 1, 2, 77, 5]])

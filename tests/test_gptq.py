@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import SOME_FORMATS
+import tiers
 
 import lowbit
 from lowbit import FORMATS, QuantizedArray, quantize
@@ -83,7 +83,7 @@ def test_what_is_left_of_the_moments_predicts_the_loss() -> None:
     assert np.sum(np.diag(h) * rounding) > 2 * got
 
 
-@pytest.mark.parametrize("format", SOME_FORMATS)
+@pytest.mark.parametrize("format", tiers.formats())
 def test_every_format_loses_less(format: str) -> None:
     w, x = normal(0, K, N), inputs(1, 400)
     h = x.T @ x

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import Layout, layouts, more_layouts
 from jax import export
 from jax.sharding import AxisType, NamedSharding
@@ -44,6 +45,7 @@ def check(x, w, contract, dtype, **options):
     assert_rounded(product(Product(x, w, contract, dtype), **options), want, dtype)
 
 
+@pytest.mark.first(*tiers.EACH_MECHANISM)
 def test_every_layout_at_odd_sizes(any_layout) -> None:
     number = (layouts() + more_layouts()).index(any_layout)
     contract = (-2, -1)[number // 2 % 2]
@@ -196,7 +198,10 @@ DECLARED = [
 
 
 @pytest.mark.usefixtures("declared")
-@pytest.mark.parametrize(("format", "axis", "contract", "dtype", "options"), DECLARED)
+# The first tier has layouts of each mechanism in `test_every_layout_at_odd_sizes`.
+@pytest.mark.parametrize(
+    ("format", "axis", "contract", "dtype", "options"), tiers.tiered(DECLARED, [DECLARED[i] for i in (1, 4, 8, 9)])
+)
 def test_declared_formats(format, axis, contract, dtype, options) -> None:
     k, n = 150, 90
     w = normal(0, *((k, n) if contract == -2 else (n, k)))
@@ -227,7 +232,7 @@ def program_for_cuda(fn, *args):
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("format", lowbit.FORMATS)
+@pytest.mark.parametrize("format", tiers.mechanisms())
 def test_a_program_for_cuda_holds_the_kernel(format) -> None:
     x, w = normal(0, 4, 192, dtype=jnp.bfloat16), normal(1, 192, 320, dtype=jnp.bfloat16)
     directions = (

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import Layout, assert_close, assert_same_bits
 from jax import lax
 
@@ -193,7 +194,7 @@ AXES |= {"a head": {-1: -1}, "a position of a head": {-1: -1}}
 
 
 @pytest.mark.parametrize(("what", "axis"), [(what, axis) for what in ROWS for axis in AXES[what]])
-@pytest.mark.parametrize("format", ["int8", "nf4", "ternary"])
+@pytest.mark.parametrize("format", tiers.tiered(["int8", "nf4", "ternary"], ["nf4"]))
 def test_writing_rows_into_a_cache_keeps_every_bit(what: str, format: str, axis: int) -> None:
     write, shape = ROWS[what]
     options = {"block_size": 16} if format == "nf4" else {}

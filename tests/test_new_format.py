@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import test_rules
 import test_transforms
+import tiers
 from features import LAYOUT_MATTERS
-from helpers import HALF, Layout, assert_close, assert_same_bits
+from helpers import Layout, assert_close, assert_same_bits
 
 import lowbit
 from lowbit import formats
@@ -58,7 +59,7 @@ class Array6B(lowbit.QuantizedArray):
 SIX = lowbit.Format("six", Array6B.quantize, error=0.0243, bits=6.0)
 
 
-@pytest.fixture(params=[(-2, None), (-1, 16)] if HALF is None else [[(-2, None), (-1, 16)][HALF]], ids=str)
+@pytest.fixture(params=[(-1, 16), pytest.param((-2, None), marks=tiers.MORE)], ids=str)
 def six_bits(request, monkeypatch) -> Layout:
     monkeypatch.setitem(lowbit.FORMATS, "six", SIX)
     return Layout("six", *request.param)
@@ -91,12 +92,18 @@ def test_a_declared_format_is_like_a_built_in_one(example, monkeypatch) -> None:
     assert_same_bits(tree["up"]["kernel"], q)
 
 
-@pytest.mark.parametrize("feature", [*LAYOUT_MATTERS, "value_and_grad_through_scan_and_checkpoint"])
+FEATURES = [*LAYOUT_MATTERS, "value_and_grad_through_scan_and_checkpoint"]
+
+
+@pytest.mark.parametrize("feature", tiers.tiered(FEATURES, (*tiers.OF_EVERY_FORMAT, "slices", "einsum_heads")))
 def test_features(feature: str, six_bits: Layout) -> None:
     test_transforms.check(feature, six_bits)
 
 
-@pytest.mark.parametrize("move", test_rules.MOVES)
+MOVES = tiers.tiered(test_rules.MOVES, ("transpose_all", "reshape_split_columns", "slice_of_columns"))
+
+
+@pytest.mark.parametrize("move", MOVES)
 def test_structural_rules_keep_every_bit(move: str, six_bits: Layout) -> None:
     test_rules.test_structural_rules_keep_every_bit(move, six_bits)
 

@@ -1,5 +1,6 @@
 """Declared formats: what codes mean, how scales are found, and every operation on codes, scale codes and offsets."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import HALF, SOME_FORMATS, assert_close, assert_same_bits
+import tiers
+from helpers import assert_close, assert_same_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +19,7 @@ from lowbit.formats import Layout, declare, levels, packed
 
 AFFINE = ("int4", {"offset": True})
 EVERY = [*((name, {}) for name in packed.LAYOUTS), AFFINE, ("int3", {"offset": True, "scale_dtype": jnp.bfloat16})]
-WAYS = [way for way in EVERY if way[0] in SOME_FORMATS or way[1]]
+WAYS = tiers.tiered(EVERY, [way for way in EVERY if way[0] in tiers.MECHANISMS or way[1]])
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -55,6 +57,19 @@ def test_small_floats_are_those_of_the_standard(floats: levels.Floats, dtype: An
 def test_the_table_of_levels_is_what_codes_decode_to(known: levels.Levels) -> None:
     codes = np.arange(2**known.bits, dtype=np.uint8)
     np.testing.assert_array_equal(known.table, np.asarray(known.decode(jnp.asarray(codes))))
+
+
+def test_a_value_halfway_between_two_levels_takes_the_upper_one() -> None:
+    table = levels.Table(2, (-2, -1, 1, 2))
+    assert table.nearest(jnp.array([-1.5, 0.0, 1.5])).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["q4", "q3", "q2"])
+def test_the_levels_of_the_formats_do_not_change(name: str) -> None:
+    """Files store codes. A table with other levels would read them as other weights."""
+    page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text()
+    (row,) = (line.split() for line in page.splitlines() if line.startswith(f"{name} ") and " -1 " in line)
+    assert packed.LAYOUTS[name].levels.table.tolist() == [float(level) for level in row[1:]]
 
 
 def test_tables_that_mean_nothing_raise() -> None:
@@ -225,7 +240,7 @@ def test_offsets_where_activations_are_sharded_along_the_blocks(k: int, spec: P,
 SQUARES = [("int8", 128), ("fp8", 128), ("q4", 32), ("nvfp4", 16)]
 
 
-@pytest.mark.parametrize(("name", "size"), SQUARES if HALF is None else SQUARES[HALF::2])
+@pytest.mark.parametrize(("name", "size"), tiers.tiered(SQUARES, [("fp8", 128), ("q4", 32)]))
 def test_blocks_in_two_dimensions(name: str, size: int, tmp_path: Any) -> None:
     w, x = normal(200, 3 * size), normal(4, 200, seed=1)
     q = lowbit.quantize(w, name, axis=(-2, -1), block_size=size)

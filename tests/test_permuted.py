@@ -1,6 +1,7 @@
 """Arrays stored in another order along one axis: equal to the dense array in every program, bits kept."""
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from features import ALL, FUSED
 from files_helpers import signed, split
-from helpers import HALF, LAYERS, ROWS, K, N, activations, assert_close, assert_same_bits, layouts, weights
+from helpers import LAYERS, ROWS, K, N, activations, assert_close, assert_same_bits, layouts, weights
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -59,7 +61,7 @@ FEATURES = """
 """.split()
 LAYOUTS = [layout for layout in layouts() if layout.format in ("int8", "int4")]  # with and without offsets
 AXES = {"w": (-2, -1), "square": (-1, -2), "stack": (-2, -1), "heads": (-3, -1)}
-CASES = [(f, side) for i, f in enumerate(FEATURES) for side in ((0, 1) if HALF is None else [(i + HALF) % 2])]
+CASES = tiers.tiered(itertools.product(FEATURES, (0, 1)), [(f, i % 2) for i, f in enumerate(FEATURES)])
 
 
 @pytest.mark.parametrize(("feature", "side"), CASES)

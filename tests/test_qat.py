@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALF, SOME_FORMATS, assert_close, assert_same_bits
+import tiers
+from helpers import assert_close, assert_same_bits
 from jax import lax
 
 import lowbit
 from lowbit import FORMATS, QuantizationConfig, learned_scales, quantize_tree, straight_through, straight_through_tree
 
-LEARNED = [name for name in SOME_FORMATS if FORMATS[name].top is not None]
+WITH_A_TOP = [name for name in FORMATS if FORMATS[name].top is not None]
+LEARNED = tiers.tiered(WITH_A_TOP, [name for name in WITH_A_TOP if name in tiers.KINDS_OF_FORMATS])
 
 
 def normal(*shape: int) -> jax.Array:
@@ -60,9 +62,9 @@ def by_hand(name: str) -> dict[str, Any]:
     }
 
 
-CHOSEN: dict[str, Any] = {name: {"table": "int8", "*": name} for name in SOME_FORMATS}
+CHOSEN: dict[str, Any] = {name: {"table": "int8", "*": name} for name in FORMATS}
 BY_HAND: dict[str, Any] = {
-    **{f"{name} by hand": by_hand(name) for name in SOME_FORMATS},
+    **{f"{name} by hand": by_hand(name) for name in FORMATS},
     "options": {
         "table": QuantizationConfig("nf4", 16, double_quant=True),
         "out": None,
@@ -71,10 +73,10 @@ BY_HAND: dict[str, Any] = {
         "shift": "int8",
     },
 }
-RULES = (CHOSEN | BY_HAND) if HALF is None else (BY_HAND, CHOSEN)[HALF]
+RULES = CHOSEN | BY_HAND
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", tiers.tiered(RULES, (*tiers.KINDS_OF_FORMATS, "options", "nf4 by hand", "q3 by hand")))
 def test_simulated_values_equal_stored_ones(name: str) -> None:
     rules = RULES[name]
 
@@ -127,7 +129,7 @@ def test_tied_leaves_and_stacks_under_vmap() -> None:
     )
 
 
-@pytest.mark.parametrize("format", SOME_FORMATS)
+@pytest.mark.parametrize("format", tiers.formats())
 def test_the_gradient_goes_straight_through(format: str) -> None:
     params, frozen = lowbit.partition(model())
 

@@ -184,6 +184,13 @@ def test_a_rule_that_returns_another_type_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"A rule for erfc of \(Base float32\[2\]\) returned float32\[7\]"):
         implicit(lax.erfc)(Base(jnp.ones(2)))
 
+    @register("lgamma")
+    def _(a: Base):
+        return jnp.zeros(2, jnp.bfloat16)
+
+    with pytest.raises(TypeError, match=r"A rule for lgamma of \(Base float32\[2\]\) returned bfloat16\[2\]"):
+        implicit(lax.lgamma)(Base(jnp.ones(2)))
+
 
 def test_a_primitive_without_implicit_operands_runs_unchanged() -> None:
     double = Primitive("double")

@@ -1,11 +1,10 @@
 """Each primitive on each format: structural rules keep every bit, all others equal the dense operation."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import Layout, assert_close, assert_same_bits
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -14,9 +13,9 @@ from jax import lax
 import lowbit
 from lowbit import FORMATS, ArrayNF4, QuantizedArray, implicit
 from lowbit.formats.blocks import unpack
+from lowbit.kernels import reference
+from lowbit.kernels.product import Product
 from lowbit.testing import dense_weights, equations
-
-EXAMPLES = int(os.environ.get("LOWBIT_TEST_EXAMPLES", "10"))
 
 
 def codes_of(q: QuantizedArray) -> np.ndarray:
@@ -61,6 +60,7 @@ MOVES = {
 }
 
 
+@pytest.mark.first(*tiers.KINDS)
 @pytest.mark.parametrize("move", MOVES, ids=str)
 def test_structural_rules_keep_every_bit(move: str, layout: Layout) -> None:
     q = layout.quantize(jax.random.normal(jax.random.key(0), (64, 96)))
@@ -145,6 +145,41 @@ def test_a_stack_is_not_copied(layout: Layout) -> None:
             for aval in made
             if aval.shape[-2:] == layer and aval.dtype == weight.codes.dtype and aval.size < weight.codes.size
         ]
+
+
+def short_block() -> ArrayNF4:
+    """An array whose last block of each row has half its elements."""
+    return ArrayNF4.quantize(jax.random.normal(jax.random.key(0), (6, 40)), axis=-1, block_size=16)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda w: lax.rev(w, (1,)),
+        lambda w: jnp.concatenate([w, w], 1),
+        lambda w: lax.dynamic_slice(w, (4, 0), (3, 40)),
+    ],
+    ids=["reversed_with_a_short_block", "short_block_is_not_joined", "a_window_out_of_bounds"],
+)
+def test_corners_of_moves(program) -> None:
+    q = short_block()
+    with lowbit.materialization("allow"):
+        assert_close(implicit(program)(q), program(q.materialize()), 0)
+
+
+def test_a_block_that_would_become_too_small_is_not_split() -> None:
+    q = ArrayNF4.quantize(jnp.ones((4, 96)), axis=-1, block_size=16)
+    with lowbit.materialization("error"), pytest.raises(TypeError, match="reshape"):
+        implicit(lambda w: w.reshape(4, 4, 24))(q)  # in blocks of 8
+
+
+def test_the_reference_sums_in_float32_and_rounds_once() -> None:
+    x = jax.random.normal(jax.random.key(0), (32, 256)).astype(jnp.bfloat16)
+    q = ArrayNF4.quantize(jax.random.normal(jax.random.key(1), (256, 32)))
+    got = reference.matmul(Product(x, q, -2, jnp.bfloat16))
+    want = np.asarray(x, np.float64) @ np.asarray(q.materialize(), np.float64)
+    assert got.dtype == jnp.bfloat16
+    assert np.mean(np.asarray(got) == want.astype(jnp.bfloat16)) > 0.98  # but for sums next to a midpoint
 
 
 def test_double_quantized_scales_move_too() -> None:
@@ -290,7 +325,9 @@ def contractions(draw):
     return shape, x_shape, (tuple(x_sum), tuple(summed)), (tuple(x_batch), tuple(batch)), draw(st.booleans())
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+RANDOM = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
 @example(
     ((1, 1, 64, 64), (1, 1, 64, 64), ((0, 1, 2, 3), (0, 1, 2, 3)), ((), ()), False), "nf4", -1, None, jnp.float32, False
 )
@@ -302,7 +339,7 @@ def contractions(draw):
     st.sampled_from([jnp.float32, jnp.bfloat16]),
     st.booleans(),
 )
-def test_any_contraction_equals_the_reference(dims, format, axis, block, dtype, transposed) -> None:
+def contraction(dims, format, axis, block, dtype, transposed) -> None:
     shape, x_shape, summed, batch, weight_first = dims
     axis = max(axis, -len(shape))
     options = {} if block is None else {"block_size": block}
@@ -328,9 +365,13 @@ def test_any_contraction_equals_the_reference(dims, format, axis, block, dtype, 
     assert jnp.all(abs(got.astype(jnp.float32) - want) <= 2e-6 * added + rounding * abs(want))
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@pytest.mark.parametrize("examples", tiers.EXAMPLES)
+def test_any_contraction_equals_the_reference(examples: int) -> None:
+    settings(RANDOM, max_examples=examples)(contraction)()
+
+
 @given(st.data())
-def test_any_sequence_of_structural_operations_keeps_values(data) -> None:
+def sequence(data) -> None:
     draw = data.draw
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 8, 31, 64]), min_size=1, max_size=3)))
     q = FORMATS[draw(st.sampled_from(sorted(FORMATS)))].quantize(
@@ -374,6 +415,11 @@ def test_any_sequence_of_structural_operations_keeps_values(data) -> None:
     with lowbit.materialization("allow"):
         got = implicit(moved)(q)
     np.testing.assert_array_equal(lowbit.materialize(got), now)
+
+
+@pytest.mark.parametrize("examples", tiers.EXAMPLES)
+def test_any_sequence_of_structural_operations_keeps_values(examples: int) -> None:
+    settings(RANDOM, max_examples=examples)(sequence)()
 
 
 def test_a_product_is_shown_to_be_dense_when_it_is() -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import Layout, assert_close, assert_same_bits, collectives, layouts
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -19,6 +20,9 @@ from jax.sharding import PartitionSpec as P
 import lowbit
 from lowbit import implicit
 from lowbit.testing import dense_weights
+
+# Sharding depends on the axis of the blocks, on packing and on group scales.
+pytestmark = pytest.mark.first(Layout("nf4", -1, 16), Layout("q3", -2, None))
 
 
 @pytest.fixture
@@ -354,15 +358,21 @@ def assert_moves_what_the_dense_program_does(
         assert not re.search(rf"f32\[(\d+,)*({w.shape[-2]},{w.shape[-1]}|{shard[-2]},{shard[-1]})\]", text)
 
 
-def two_formats() -> list[Layout]:
-    """A format without blocks, and one with blocks and packed codes: sharding depends on nothing else."""
-    return [layout for layout in layouts() if layout.format in ("int8", "nf4")]
+# A format without blocks, and one with blocks and packed codes: sharding depends on nothing else.
+TWO = (Layout("int8", -2, None), Layout("nf4", -1, 16))
+EVERY_LAYOUT = ("column and row", "rows looked up")
+PAIRS = [
+    (name, layout)
+    for name in PROGRAMS
+    for layout in layouts()
+    if name in EVERY_LAYOUT or layout.format in ("int8", "nf4")
+]
+FIRST = [(name, layout) for name in PROGRAMS for layout in (tiers.KINDS if name in EVERY_LAYOUT else TWO[1:])]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_move_what_the_dense_program_does(name: str) -> None:
-    for layout in layouts() if name in ("column and row", "rows looked up") else two_formats():
-        assert_moves_what_the_dense_program_does(PROGRAMS[name], layout.quantize)
+@pytest.mark.parametrize(("name", "way"), tiers.tiered(PAIRS, FIRST), ids=str)
+def test_programs_move_what_the_dense_program_does(name: str, way: Layout) -> None:
+    assert_moves_what_the_dense_program_does(PROGRAMS[name], way.quantize)
 
 
 @pytest.mark.parametrize("name", ["column and row", "gradient of layers", "rows looked up"])
@@ -417,7 +427,7 @@ TYPED = {
 
 @pytest.mark.parametrize("name", TYPED)
 def test_explicit_axes(name: str) -> None:
-    for layout in two_formats():
+    for layout in TWO:
         with jax.set_mesh(grid(AxisType.Explicit)):
             assert_moves_what_the_dense_program_does(TYPED[name], layout.quantize, AxisType.Explicit)
 
@@ -426,7 +436,7 @@ def test_a_mesh_with_explicit_and_automatic_axes() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
     dense = jax.random.normal(jax.random.key(0), (256, 512))
     x = jax.random.normal(jax.random.key(1), (16, 256))
-    for layout in two_formats():
+    for layout in TWO:
         w = layout.quantize(dense)
         with jax.set_mesh(mesh):
             placed = jax.device_put(w, lowbit.shardings(w, NamedSharding(mesh, P(None, "model"))))

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALF, Layout, assert_close
+import tiers
+from helpers import Layout, assert_close
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -63,31 +64,33 @@ def declared() -> Iterator[None]:
 # Codes in one component and in two, small integers, tables and floats, scales as floats and as codes with a group scale
 # for an axis or for the matrix; the axis of the scales, the summed axis, the dtype, and options.
 DECLARED = [
-    ("q4", -2, -2, jnp.bfloat16, {}),
-    ("q4", -2, -1, jnp.float32, {}),
     ("q4", -1, -2, jnp.bfloat16, {"block_size": 16}),
-    ("q4", -1, -1, jnp.bfloat16, {}),
-    ("q4", -2, -2, jnp.float32, {"block_size": -1}),
     ("q3", -2, -2, jnp.float32, {}),
-    ("q3", -1, -1, jnp.bfloat16, {}),
     ("q2", -2, -1, jnp.bfloat16, {}),
     ("int4", -2, -2, jnp.bfloat16, {"offset": True}),
-    ("int4", -1, -1, jnp.float32, {"scale_dtype": jnp.bfloat16}),
-    ("int5", -2, -2, jnp.bfloat16, {}),
     ("int5", -1, -1, jnp.float32, {"offset": True, "scale_dtype": jnp.float16}),
     ("int6", -2, -1, jnp.bfloat16, {}),
-    ("fp8", -2, -2, jnp.bfloat16, {}),
     ("fp8", -1, -2, jnp.float32, {"block_size": 128}),
     ("fp8_e5m2", -1, -1, jnp.bfloat16, {}),
     ("mxfp4", -2, -2, jnp.float32, {}),
     ("nvfp4", -2, -2, jnp.bfloat16, {}),
+]
+MORE_OF_THEM = [
+    ("q4", -2, -2, jnp.bfloat16, {}),
+    ("q4", -2, -1, jnp.float32, {}),
+    ("q4", -1, -1, jnp.bfloat16, {}),
+    ("q4", -2, -2, jnp.float32, {"block_size": -1}),
+    ("q3", -1, -1, jnp.bfloat16, {}),
+    ("int4", -1, -1, jnp.float32, {"scale_dtype": jnp.bfloat16}),
+    ("int5", -2, -2, jnp.bfloat16, {}),
+    ("fp8", -2, -2, jnp.bfloat16, {}),
     ("nvfp4", -1, -1, jnp.float32, {}),
 ]
 
 
 @pytest.mark.usefixtures("declared")
 @pytest.mark.parametrize(
-    ("format", "axis", "contract", "dtype", "options"), DECLARED if HALF is None else DECLARED[1 - HALF :: 2]
+    ("format", "axis", "contract", "dtype", "options"), tiers.tiered(DECLARED + MORE_OF_THEM, DECLARED)
 )
 def test_declared_formats_equal_the_reference(format: str, axis: Any, contract: int, dtype: Any, options: Any) -> None:
     k, n = 330, 200
@@ -120,7 +123,7 @@ def test_a_format_of_integers_has_fast_products_by_blocks() -> None:
 EVERY = [(-2, jnp.bfloat16), (-2, jnp.float32), (-1, jnp.float32), (-1, jnp.bfloat16)]
 
 
-@pytest.mark.parametrize(("contract", "dtype"), EVERY if HALF is None else EVERY[HALF::2])
+@pytest.mark.parametrize(("contract", "dtype"), tiers.tiered(EVERY, EVERY[::2]))
 def test_odd_shapes_equal_the_reference(any_layout: Layout, contract: int, dtype: Any) -> None:
     x, w = product(any_layout, contract, 5, 330, 200, dtype)
     assert_as_reference(x, w, contract, dtype)

@@ -3,13 +3,11 @@
 A fused feature runs under materialization("error") and builds no dense weight.
 """
 
-from collections.abc import Iterable
-from typing import Any
-
 import jax
 import pytest
+import tiers
 from features import ALL, FUSED, LAYOUT_MATTERS
-from helpers import HALF, Layout, activations, assert_close, layouts, more_layouts, weights
+from helpers import Layout, activations, assert_close, weights
 
 import lowbit
 from lowbit import implicit
@@ -34,32 +32,15 @@ def check(feature: str, layout: Layout) -> None:
         assert dense_weights(traced.jaxpr, p) == []
 
 
-def pairs(features: Iterable[str], layouts: list[Layout]) -> list[Any]:
-    """Each feature in each layout; in the short run every fourth pair, and another fourth on the oldest JAX."""
-    return [
-        pytest.param(feature, layout, id=f"{feature}-{layout}")
-        for i, feature in enumerate(features)
-        for j, layout in enumerate(layouts)
-        if HALF is None or (i + j) % 4 == 2 * HALF
-    ]
-
-
-@pytest.mark.parametrize(("feature", "way"), pairs(ALL, layouts()))
+@pytest.mark.parametrize(("feature", "way"), tiers.features(ALL, LAYOUT_MATTERS), ids=str)
 def test_a_feature_equals_the_dense_program(feature: str, way: Layout) -> None:
     check(feature, way)
 
 
-# Features that depend on the layout of the scales.
-@pytest.mark.parametrize(("feature", "way"), pairs(LAYOUT_MATTERS, more_layouts()))
-def test_a_feature_equals_the_dense_program_in_other_layouts(feature: str, way: Layout) -> None:
-    check(feature, way)
-
-
-# One layout is enough for features that depend on the program alone.
-@pytest.mark.parametrize("feature", ALL, ids=str)
-def test_a_feature_works_eagerly_and_leaks_nothing(feature: str) -> None:
-    layout = layouts()[0]
-    x, p = activations(), weights(layout)
-    want = ALL[feature](x, lowbit.materialize(p))
-    with lowbit.materialization("allow"), jax.checking_leaks():
+@pytest.mark.parametrize(("feature", "way"), tiers.pairs(ALL, tiers.KINDS, ()), ids=str)
+def test_a_feature_works_eagerly_leaks_nothing_and_promotes_no_dtype(feature: str, way: Layout) -> None:
+    x, p = activations(), weights(way)
+    dense = lowbit.materialize(p)
+    with lowbit.materialization("allow"), jax.checking_leaks(), jax.numpy_dtype_promotion("strict"):
+        want = ALL[feature](x, dense)
         assert_close(implicit(ALL[feature])(x, p), want, TOLERANCE.get(feature, 2e-5))

@@ -1,0 +1,103 @@
+"""Which tests belong to which tier: every other module of tests asks this one.
+
+`make test` runs the first tier: every feature, every format and every rule once. The rest carry the mark `more`, and
+`make test-more` runs them: all layouts and all pairs. A test without a mark belongs to the first tier.
+
+Rules and operations know no format by name (a test checks that). What they do depends on how the array is stored: how
+codes are packed and in how many components, which axis has blocks, and whether scales are codes, have group scales or
+come with offsets. The tables below are chosen by that.
+"""
+
+import itertools
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+from helpers import AFFINE, Layout, layouts, more_layouts
+
+from lowbit import FORMATS
+
+MORE = pytest.mark.more
+
+# One format for each mechanism: codes of 8, 4, 2 and 1 bits, tables, scale codes with group scales along an axis (q4)
+# or over a matrix (nvfp4), codes in two components (q3), small floats (fp8). The other rows of the table of formats
+# differ from these in numbers alone. The first tier has every one of them where a test is about the numbers.
+MECHANISMS = ("int8", "nf4", "ternary", "binary", "q4", "q3", "fp8", "nvfp4")
+
+# The kinds of storage that rules tell apart: bytes with a scale for each column; nibbles with blocks along the packed
+# axis; two components of codes with scale codes and group scales; offsets. Tests over layouts run on these.
+KINDS = (Layout("int8", -2, None), Layout("nf4", -1, 16), Layout("q3", -2, None), Layout("int4", -2, None, AFFINE))
+KINDS_OF_FORMATS = ("int8", "nf4", "q3", "int4")
+# For tests that are crossed with another list or depend on the program alone: codes in two components and coded scales
+# enter and leave every inner program.
+ONE = Layout("q3", -2, None)
+# For tests that depend on the axis and the length of the blocks: also blocks along the axis that is not packed, and one
+# scale for each row.
+KINDS_OF_ANY = (*KINDS, Layout("nf4", -2, 32), Layout("int8", -1, None))
+# For tests of kernels and files, which do know formats: each mechanism, the packed axis and that of the blocks together
+# (axis -1 in blocks of 16) and apart (axis -2).
+EACH_MECHANISM = (
+    *KINDS,
+    Layout("ternary", -2, None),
+    Layout("binary", -1, 16),
+    Layout("q4", -1, 16),
+    Layout("fp8", -1, 16),
+    Layout("nvfp4", -2, None),
+)
+
+# Features that every format runs, and the layouts of features that depend on the layout.
+OF_EVERY_FORMAT = ("matmul_left", "embedding", "scan_over_layers", "grad_of_activations")
+OF_FEATURES = (ONE, Layout("nf4", -1, 16), Layout("int4", -2, None, AFFINE))
+
+
+def tiered(rows: Iterable[Any], first: Iterable[Any]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: rows that are not in `first` are marked `more`."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    chosen = {repr(row if isinstance(row, tuple) else (row,)) for row in first}  # a row may have dicts in it
+    unknown = chosen - {*map(repr, rows)}
+    assert not unknown, f"no such rows: {unknown}"
+    return [pytest.param(*row, marks=() if repr(row) in chosen else MORE) for row in rows]
+
+
+def formats() -> list[Any]:
+    """Every format by name; the first tier has one for each kind of storage."""
+    return tiered(FORMATS, KINDS_OF_FORMATS)
+
+
+def mechanisms() -> list[Any]:
+    """Every format by name; the first tier has one for each mechanism."""
+    return tiered(FORMATS, (*MECHANISMS, "int4"))
+
+
+def pairs(names: Collection[str], rows: Collection[Layout], first: Collection[Layout]) -> list[Any]:
+    """Every name in every layout; the first tier has each name in the layouts `first`."""
+    return tiered(itertools.product(names, rows), [*itertools.product(names, first)])
+
+
+def features(names: Collection[str], layout_matters: Collection[str]) -> list[Any]:
+    """Every feature in every layout, and features that depend on the layout in more layouts."""
+    rows = [*itertools.product(names, layouts()), *itertools.product(layout_matters, more_layouts())]
+    first = [*itertools.product(names, [ONE]), *itertools.product(layout_matters, OF_FEATURES)]
+    first += [(name, Layout(format, -2, None)) for name in OF_EVERY_FORMAT for format in FORMATS]
+    return tiered(rows, first)
+
+
+def parametrize_layouts(metafunc: pytest.Metafunc) -> None:
+    """Run tests with an argument `layout` or `any_layout` in every layout.
+
+    The first tier has the layouts of the mark `first`. Without it, a test of this argument alone runs on each kind of
+    storage, and a test that is crossed with another list in one layout.
+    """
+    mark = metafunc.definition.get_closest_marker("first")
+    crossed = any(metafunc.definition.iter_markers("parametrize"))
+    for argument, rows, few, one in (
+        ("layout", layouts(), KINDS, (ONE,)),
+        ("any_layout", layouts() + more_layouts(), KINDS_OF_ANY, KINDS_OF_ANY),
+    ):
+        if argument in metafunc.fixturenames:
+            first = mark.args if mark else one if crossed else few
+            metafunc.parametrize(argument, tiered(rows, first), ids=str)
+
+
+# How many random programs a test runs; they are the same in every run.
+EXAMPLES = tiered((10, 100), (10,))
