@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 WIDTH, HEIGHT = 760, 460
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 16, 46
+LABEL, LINE = 60, 12  # the room that a label needs
 STYLE = """<style>
 text { font: 12px system-ui, sans-serif; fill: #24292f }
 .back { fill: #ffffff } .grid { stroke: #d0d7de } .axis { stroke: #57606a }
@@ -64,7 +65,9 @@ def drawn(rows: Sequence[Sequence], most: float = 3.0) -> str:
             out.append(f'<path class="gain" d="M{known[base][0]:.1f} {known[base][1]:.1f}L{x:.1f} {y:.1f}"/>')
     for name, (x, y) in known.items():
         out.append(f'<circle class="{kind_of(name)}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
-        out.append(f'<text x="{x + 7:.1f}" y="{y + 4:.1f}">{label(name)}</text>')
+        crowded = any(0 < other - x < LABEL and abs(at - y) < LINE for other, at in known.values())
+        place = f'x="{x - 7:.1f}" text-anchor="end"' if crowded or x + LABEL > WIDTH else f'x="{x + 7:.1f}"'
+        out.append(f'<text {place} y="{y + 4:.1f}">{label(name)}</text>')
     for i, (kind, text) in enumerate(KINDS.items()):
         x, y = WIDTH - RIGHT - 290, TOP + 14 + 18 * i
         out.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="4"/><text x="{x + 10}" y="{y + 4}">{text}</text>')
