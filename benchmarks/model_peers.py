@@ -1,27 +1,35 @@
 """SmolLM2 as other libraries quantize it: llama.cpp with an importance matrix, and qwix with GPTQ."""
 
+import contextlib
+import ctypes
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from formats import quantizer
-from gguf_files import FALLBACK
 
-# llama.cpp's mixtures of types (llama-quant.cpp): that of most tensors, and of those that get another.
-MIXES = ("Q2_K", "Q3_K_M", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+from lowbit.demo.language_model import LanguageModel
+from lowbit.demo.llama import GGUF
+from lowbit.demo.model_file import demo_model_path
+from lowbit.io import GGUFFile, write_gguf
+
+# llama.cpp's mixtures of types, each with its number in llama.h.
+MIXES = {"Q2_K": 10, "Q3_K_M": 12, "IQ4_XS": 30, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18, "Q8_0": 7}
 GROUP = 32  # of qwix
+ROWS = 1024  # that qwix rounds at a time
 
 
 def models(model: Any) -> dict[str, Callable[[], Any]]:
     found = {}
-    if find_spec("xllamacpp") and find_spec("gguf"):
+    if model.args.llama_cpp:
         found |= {f"llama.cpp {mix}": lambda mix=mix: _llama_cpp(model, mix) for mix in MIXES}
     else:
-        print("without llama.cpp: pip install --no-deps xllamacpp gguf", file=sys.stderr)
+        print("without llama.cpp: pass --llama-cpp FOLDER", file=sys.stderr)
     if find_spec("qwix"):
         found["qwix GPTQ int4"] = lambda: _qwix(model)
     else:
@@ -32,62 +40,69 @@ def models(model: Any) -> dict[str, Callable[[], Any]]:
 # --- llama.cpp
 
 
-def type_of(mix: str, name: str, layer: int, layers: int, width: int) -> str:
-    """The type of a tensor in a mixture: what llama.cpp chooses with an importance matrix for three heads to a key."""
-    main = mix.removesuffix("_S").removesuffix("_M")
-    more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
-    if name == "embed":  # which is the head too
-        return "Q8_0" if width % 256 or mix == "Q8_0" else "Q6_K"
-    special = {
-        ("Q4_K_M", "v"): "Q6_K" if more else main,
-        ("Q4_K_M", "down"): "Q6_K" if more else main,
-        ("Q4_K_S", "v"): "Q5_K" if layer < 4 else main,
-        ("Q4_K_S", "down"): "Q5_K" if layer < layers // 8 else main,
-        ("Q5_K_M", "v"): "Q6_K" if more else main,
-        ("Q5_K_M", "down"): "Q6_K" if more else main,
-        ("Q3_K_M", "v"): "Q5_K" if layer < 2 else "Q4_K",
-        ("Q3_K_M", "down"): "Q5_K" if layer < layers // 16 else "Q4_K",
-        ("Q3_K_M", "o"): "Q4_K",
-        ("Q2_K", "v"): "Q3_K",
-        ("Q2_K", "down"): "Q3_K",
-        ("Q2_K", "o"): "Q3_K",
-    }
-    chosen = special.get((mix, name), main)
-    return FALLBACK[chosen] if width % 256 and chosen in FALLBACK else chosen
+class Importance(ctypes.Structure):
+    """llama_model_imatrix_data of llama.h."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+class Options(ctypes.Structure):
+    """llama_model_quantize_params of llama.h, up to the importance matrix, and room for what follows."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("threads", "mixture", "type_of_output", "type_of_embedding")),
+        *((name, ctypes.c_bool) for name in ("requantize", "with_output", "only_copy", "pure", "split", "dry_run")),
+        ("importance", ctypes.POINTER(Importance)),
+        ("rest", ctypes.c_uint64 * 16),
+    )
 
 
 def _llama_cpp(model: Any, mix: str) -> Any:
-    """Each matrix in blocks by llama.cpp's own code, and read back."""
-    import gguf
+    """The file that llama.cpp makes from the model in float32 with an importance matrix, decoded."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, path = Path(folder) / "float32.gguf", Path(folder) / "quantized.gguf"
+        stored = GGUFFile(demo_model_path())
+        dense = {name: stored.dense(name).astype(np.float32) for name in stored}
+        write_gguf(source, dense, stored.fields | {"general.file_type": 0})
+        library = _library(model.args.llama_cpp)
+        with _importance(model) as importance:
+            options = library.llama_model_quantize_default_params()
+            if (options.mixture, options.with_output, options.dry_run) != (MIXES["Q8_0"], True, False):
+                raise RuntimeError("The options of this llama.cpp are laid out in another way than in `Options`.")
+            options.threads, options.mixture, options.importance = 1, MIXES[mix], importance
+            if library.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(options)):
+                raise RuntimeError(f"llama.cpp did not write {mix}.")
+        made = GGUFFile(path)
+        for kind in sorted({made.type(name) for name in made}):
+            print(mix, kind, sum(made.type(name) == kind for name in made), file=sys.stderr)
+        return LanguageModel.from_gguf(path).params, sum(made.nbytes(name) for name in made)
 
-    quantized, statistics = quantizer(), model.statistics(False)
-    assert quantized is not None
-    sizes = []
 
-    def coded(w: np.ndarray, type: str, importance: np.ndarray) -> np.ndarray:
-        """A matrix (out, in), read back."""
-        kind = gguf.GGMLQuantizationType[type]
-        blocks = quantized(w, kind, importance)
-        sizes.append(blocks.nbytes)
-        return gguf.quants.dequantize(blocks, kind)
+def _library(folder: Path) -> Any:
+    """libllama in a folder, with the libraries that it needs."""
+    (path,) = folder.glob("libllama.*so*")
+    for name in ("libggml-base*.so", "libggml.*so"):
+        for needed in folder.glob(name):
+            ctypes.CDLL(str(needed), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(path))
+    library.llama_backend_init()
+    library.llama_model_quantize_default_params.restype = Options
+    return library
 
-    dense, layers = model.dense.params, {}
-    for name, stack in dense["layers"].items():
-        if stack.ndim == 2:  # norms
-            sizes.append(stack.nbytes)
-            layers[name] = stack
-            continue
-        diag = statistics[f"layers/{name}"].diag
-        layers[name] = jnp.stack(
-            [
-                coded(np.asarray(w).T, type_of(mix, name, i, len(stack), len(w)), diag[i]).T
-                for i, w in enumerate(np.asarray(stack))
-            ]
-        )
-    table = np.asarray(dense["embed"])
-    embed = coded(table, type_of(mix, "embed", 0, 1, table.shape[1]), statistics["embed"].diag)
-    sizes.append(dense["norm"].nbytes)
-    return dense | {"embed": jnp.asarray(embed), "layers": layers}, sum(sizes)
+
+@contextlib.contextmanager
+def _importance(model: Any) -> Iterator[Any]:
+    """The mean squares of the inputs of each matrix, as llama.cpp takes them; a name of NULL ends the list."""
+    found = model.statistics(False)
+    means = {GGUF.embed: found["embed"].diag / found["embed"].count}
+    for name, own in GGUF.names.items():
+        if (path := f"layers/{name}") in found:
+            each = zip(found[path].diag, found[path].count, strict=True)
+            means |= {GGUF.layer.format(i, own): diag / count for i, (diag, count) in enumerate(each)}
+    kept = {name: np.ascontiguousarray(x, np.float32) for name, x in means.items()}
+    yield (Importance * (len(kept) + 1))(
+        *(Importance(name.encode(), x.ctypes.data, x.size) for name, x in kept.items())
+    )
 
 
 # --- qwix
@@ -96,15 +111,18 @@ def _llama_cpp(model: Any, mix: str) -> Any:
 def _qwix(model: Any) -> Any:
     """GPTQ of every linear and of the tied table: int4 with a float32 scale for each group of 32 inputs.
 
-    Weights with the same inputs are rounded together, which changes nothing: its rows are independent.
+    Weights with the same inputs are rounded together, and as many rows at a time, so that its many small programs are
+    compiled once. That changes nothing: its rows are independent.
     """
     qarray, gptq_core = (import_module(f"qwix.{name}") for name in ("_src.core.qarray", "contrib.gptq_core"))
     statistics, dense = model.statistics(False), model.dense.params
     how = qarray.HowToQuantize(qtype=jnp.int4, channelwise_axes=(0,), tiled_axes={1: GROUP})
 
     def rounded(w: Any, h: Any) -> np.ndarray:
-        """A matrix (out, in), read back."""
-        return np.asarray(qarray.dequantize(gptq_core.quantize_weight(jnp.asarray(w), jnp.asarray(h), how)[0]))
+        """A matrix (out, in), read back. The last rows are filled up with others."""
+        filled = np.resize(w, (-(-len(w) // ROWS) * ROWS, w.shape[1])).reshape(-1, ROWS, w.shape[1])
+        found = (gptq_core.quantize_weight(jnp.asarray(part), jnp.asarray(h), how)[0] for part in filled)
+        return np.concatenate([np.asarray(qarray.dequantize(part)) for part in found])[: len(w)]
 
     layers = {name: np.array(w) for name, w in dense["layers"].items()}
     for i in range(len(layers["attn_norm"])):
