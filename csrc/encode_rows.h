@@ -120,9 +120,10 @@ class BlockOfRows {
 
   // shares = 1 / number of elements that share a scale
   void set_shares() {
-    for (int64_t c = 0; c < padded; ++c) {
-      const int64_t columns = max(min(p.col_span, width - c / p.col_span * p.col_span), 1);
-      shares[c] = 1.0f / (static_cast<float>(rows) * static_cast<float>(columns));
+    for (int64_t at = 0; at < padded; at += p.col_span) {
+      const int64_t end = min(at + p.col_span, padded), columns = max(min(p.col_span, width - at), 1);
+      const float share = 1.0f / (static_cast<float>(rows) * static_cast<float>(columns));
+      for (int64_t c = at; c < end; ++c) shares[c] = share;
     }
   }
 
@@ -131,10 +132,13 @@ class BlockOfRows {
   bool pass(const Parallel& parallel, const Make& make) {
     using Step = decltype(make(int64_t{}, tops, counts, p.codes));
     bool done = true;
-    if (Step::kTops || Step::kCounts) memset(part_tops_, 0, static_cast<size_t>(2 * tall * padded) * 4);
-    parallel.each(tall * wide, [&](int64_t i) {
+    // A task has whole rows if there are enough, so that different threads do not write to the same page.
+    const int64_t split = tall >= 4 * parallel.threads() ? 1 : wide;
+    parallel.each(tall * split, [&](int64_t i) {
       const FlushDenormals flush;
-      if (!one_part(i / wide, i % wide, make)) __atomic_store_n(&done, false, __ATOMIC_RELAXED);
+      for (int64_t s = i % split; s < wide; s += split) {
+        if (!one_part(i / split, s, make)) __atomic_store_n(&done, false, __ATOMIC_RELAXED);
+      }
     });
     if (!done) return false;
     parallel.each(wide, [&](int64_t i) {
@@ -198,6 +202,8 @@ class BlockOfRows {
     float* levels = static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>(levels_size) * 4));
     float* copy = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(copy_size) * 4));
     if (levels == nullptr || copy == nullptr) return false;
+    if (Step::kTops) memset(part_tops_ + at, 0, static_cast<size_t>(round_up(columns, kLanes)) * 4);
+    if (Step::kCounts) memset(part_counts_ + at, 0, static_cast<size_t>(round_up(columns, kLanes)) * 4);
     const int64_t top_row = layer * p.rows + row + first;
     const int64_t start = top_row * p.columns + column + from;
     const Lines lines{p.x, p.x_type, start, p.columns, count, columns, columns};

@@ -11,6 +11,10 @@
 #include <string_view>
 #include <thread>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "checks.h"
 #include "choose.h"
 #include "groups.h"
@@ -92,6 +96,19 @@ void run_on_pool(void* pool, int64_t threads, int64_t n, Parallel::Task task, co
 
 Parallel parallel_on(ffi::ThreadPool& pool) {
   return Parallel(std::max<int64_t>(pool.num_threads(), 1), &pool, run_on_pool);
+}
+
+// A large result is new memory, and each page of it is cleared when it is first written: asks for huge ones.
+void prefer_huge_pages(void* data, size_t size) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + size) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)size;
+#endif
 }
 
 ffi::Error finished(bool done) {
@@ -262,6 +279,7 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBu
   p.codes = static_cast<uint8_t*>(codes->untyped_data());
   p.scales = static_cast<float*>(scales->untyped_data());
   if (p.layers == 0) return ffi::Error::Success();
+  prefer_huge_pages(p.codes, static_cast<size_t>(p.layers * p.rows * p.row_bytes));
   return finished(choice().kernels->encode(p, parallel_on(pool)));
 }
 
