@@ -79,6 +79,15 @@ LOWBIT_INLINE void pack_codes(I codes, uint8_t* out) {
   const __m512i a = reinterpret_cast<__m512i>(codes);
   if constexpr (kPerByte == 1) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(a));
+  } else if constexpr (kPerByte == 8) {
+    const __m512i order = _mm512_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8);
+    const uint16_t bits = _mm512_test_epi32_mask(_mm512_permutexvar_epi32(order, a), _mm512_set1_epi32(1));
+    memcpy(out, &bits, 2);
+  } else if constexpr (kPerByte == 4) {
+    const __m128i pairs = _mm_maddubs_epi16(_mm512_cvtepi32_epi8(a), _mm_set1_epi16(0x0104));
+    const __m128i fours = _mm_madd_epi16(pairs, _mm_set1_epi32(0x00010010));
+    const __m128i bytes = _mm_shuffle_epi8(fours, _mm_set1_epi32(0x0c080400));
+    memcpy(out, &bytes, 4);
   } else {
     const __m512i pairs = _mm512_or_si512(_mm512_slli_epi64(a, 4), _mm512_srli_epi64(a, 32));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm512_cvtepi64_epi8(pairs));
@@ -162,6 +171,14 @@ LOWBIT_INLINE void pack_codes(I codes, uint8_t* out) {
   const __m128i words = _mm_packs_epi32(low, high);
   if constexpr (kPerByte == 1) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi16(words, words));
+  } else if constexpr (kPerByte == 8) {
+    const __m256i turned = _mm256_permutevar8x32_epi32(a, _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0));
+    *out = static_cast<uint8_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_slli_epi32(turned, 31))));
+  } else if constexpr (kPerByte == 4) {
+    const __m128i pairs = _mm_madd_epi16(words, _mm_set1_epi32(0x00010004));
+    const __m128i fours = _mm_madd_epi16(_mm_packs_epi32(pairs, pairs), _mm_set1_epi32(0x00010010));
+    const __m128i bytes = _mm_shuffle_epi8(fours, _mm_set1_epi32(0x0c080400));
+    memcpy(out, &bytes, 2);
   } else {
     const __m128i pairs = _mm_madd_epi16(words, _mm_set1_epi32(0x00010010));
     const __m128i bytes = _mm_shuffle_epi8(pairs, _mm_set1_epi32(0x0c080400));

@@ -6,9 +6,14 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "checks.h"
 #include "choose.h"
@@ -91,6 +96,19 @@ void run_on_pool(void* pool, int64_t threads, int64_t n, Parallel::Task task, co
 
 Parallel parallel_on(ffi::ThreadPool& pool) {
   return Parallel(std::max<int64_t>(pool.num_threads(), 1), &pool, run_on_pool);
+}
+
+// A large result is new memory, and each page of it is cleared when it is first written: asks for huge ones.
+void prefer_huge_pages(void* data, size_t size) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + size) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)size;
+#endif
 }
 
 ffi::Error finished(bool done) {
@@ -224,23 +242,33 @@ ffi::Error squares(ffi::ThreadPool pool, ffi::AnyBuffer x, const Stored& stored,
   return finished(choice().kernels->squares(p, parallel_on(pool)));
 }
 
+std::optional<Encoding> encoding_of(std::string_view format) {
+  if (format == "int8") return Encoding::int8;
+  if (format == "nf4") return Encoding::nf4;
+  if (format == "ternary") return Encoding::ternary;
+  if (format == "absmean") return Encoding::absmean;
+  if (format == "binary") return Encoding::binary;
+  return std::nullopt;
+}
+
 ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> codes,
                   ffi::Result<ffi::AnyBuffer> scales, std::string_view format, int64_t row_span, int64_t col_span) {
   if (choice().kernels == nullptr) return invalid(choice().error);
   if (x.dimensions().size() != 3) return invalid("x " + text_of(x) + " must have three axes.");
-  if (format != "nf4" && format != "int8") {
-    return invalid("encode knows nf4 and int8, not '" + std::string(format) + "'.");
+  const auto encoding = encoding_of(format);
+  if (!encoding) {
+    return invalid("encode knows int8, nf4, ternary, absmean and binary, not '" + std::string(format) + "'.");
   }
   Encode p;
-  p.nf4 = format == "nf4";
+  p.encoding = *encoding;
   if (auto error = set_spans(x.dimensions()[0], x.dimensions()[1], x.dimensions()[2], row_span, col_span, p);
       error.failure()) {
     return error;
   }
-  p.row_bytes = ceil_div(p.columns, p.nf4 ? 2 : 1);
+  p.row_bytes = ceil_div(p.columns, codes_per_byte(p.encoding));
   auto x_type = float_of(x.element_type());
   if (!x_type) return invalid("x must be f32, bf16 or f16.");
-  if (codes->element_type() != (p.nf4 ? ffi::DataType::U8 : ffi::DataType::S8) ||
+  if (codes->element_type() != (p.encoding == Encoding::int8 ? ffi::DataType::S8 : ffi::DataType::U8) ||
       !has_shape(*codes, {p.layers, p.rows, p.row_bytes}) || scales->element_type() != ffi::DataType::F32 ||
       !has_shape(*scales, {p.layers, p.scale_rows, p.scale_cols})) {
     return invalid("codes " + text_of(*codes) + " and scales " + text_of(*scales) + " do not fit x " + text_of(x) +
@@ -251,6 +279,7 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBu
   p.codes = static_cast<uint8_t*>(codes->untyped_data());
   p.scales = static_cast<float*>(scales->untyped_data());
   if (p.layers == 0) return ffi::Error::Success();
+  prefer_huge_pages(p.codes, static_cast<size_t>(p.layers * p.rows * p.row_bytes));
   return finished(choice().kernels->encode(p, parallel_on(pool)));
 }
 

@@ -82,9 +82,16 @@ struct Squares {
   float* size;
 };
 
-// Codes and float32 scales of x, as int8 or NF4; spans as in Weights.
+// How to encode: `absmean` is ternary with the mean magnitude for a scale.
+enum class Encoding { int8, nf4, ternary, absmean, binary };
+
+constexpr int codes_per_byte(Encoding encoding) {
+  return encoding == Encoding::int8 ? 1 : encoding == Encoding::nf4 ? 2 : encoding == Encoding::binary ? 8 : 4;
+}
+
+// Codes and float32 scales of x; spans as in Weights.
 struct Encode {
-  bool nf4;
+  Encoding encoding;
   int64_t layers, rows, columns;
   int64_t row_bytes;
   int64_t row_span, col_span;

@@ -105,9 +105,9 @@ def _by_jax(array: jax.Array, spans: tuple[int, ...], scale: jax.Array | None = 
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     scales = _scale_of_max(block_max(array, spans))
     scales = scales if scale is None else jnp.where(jnp.isnan(scales), jnp.nan, scale)
-    # Divide by infinity where the scale is 0 or NaN, so that the codes are 0.
-    usable = jnp.where(scales > 0, scales, jnp.inf)
-    codes = jnp.round(array / spread(usable, spans, array.shape))
+    # Codes are 0 where the scale is 0 or NaN. The reciprocal is explicit, since XLA would take it for some shapes only.
+    inverse = jnp.where(scales > 0, 1 / jnp.where(scales > 0, scales, 1), 0)
+    codes = jnp.round(array * spread(inverse, spans, array.shape))
     return jnp.clip(jnp.nan_to_num(codes), -127, 127).astype(jnp.int8), scales
 
 

@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from lowbit.runtime import aux_field
 
+from ._encode import encode
 from ._inputs import (
     axis_spans,
     checked_block_size,
@@ -30,6 +31,7 @@ from ._inputs import (
     raise_if_not_finite,
 )
 from .blocks import block_count, block_max, block_sum, pack, spread
+from .levels import exponent_of, power_of_two
 from .quantized import QuantizedArray, stored
 from .table import Format, register_format
 
@@ -152,34 +154,57 @@ def _encode(
     scaled: bool,
     absmean: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    array = jax.lax.stop_gradient(array).astype(jnp.float32)
+    by_jax = partial(_by_jax, spans=spans, kind=kind, threshold=threshold, scaled=scaled, absmean=absmean)
+    if threshold is None and scaled:
+        return encode("encode", by_jax, array, spans=spans, format="absmean" if absmean else kind)
+    return by_jax(jax.lax.stop_gradient(array))
+
+
+def _by_jax(
+    array: jax.Array,
+    spans: tuple[int, ...],
+    kind: Kind,
+    threshold: jax.Array | float | None,
+    scaled: bool,
+    absmean: bool,
+) -> tuple[jax.Array, jax.Array]:
+    array = array.astype(jnp.float32)
     top = finite_or_nan(block_max(array, spans))
-    # Relative to a power of two near the maximum, so that squares neither underflow nor overflow.
-    power = jnp.clip(jnp.floor(jnp.log2(jnp.where(top > 0, top, 1))), -100, 100)
-    unit = jnp.exp2(power) if scaled or threshold is None else jnp.ones_like(top)
-    array = array / spread(unit, spans, array.shape)
-    count = jnp.maximum(block_count(array.shape, spans), 1)
+    positive = array >= 0
+    exponent = _unit_exponent(top) if scaled or threshold is None else jnp.zeros(top.shape, jnp.int32)
+    array = array * spread(power_of_two(-exponent), spans, array.shape)
+    inverse_count = 1 / np.maximum(block_count(array.shape, spans), np.float32(1))
     size = jnp.abs(array)
     if kind == "binary":
-        codes, kept_count = array >= 0, count
+        codes, scales = positive, block_sum(size, spans) * inverse_count
+    elif absmean:
+        scales = block_sum(size, spans) * inverse_count
+        codes, _ = _signs(array, 0.5 * scales, spans)
     else:
-        if absmean:
-            limit = 0.5 * block_sum(size, spans) / count
-        elif threshold is None:
-            mean = spread(block_sum(array, spans) / count, spans, array.shape)
-            # The maximum keeps the compiler from fusing square and addition (see `ordered_sum`).
-            limit = 0.5 * jnp.sqrt(block_sum(jnp.maximum((array - mean) ** 2, 0), spans) / count)
-        else:
-            limit = threshold / unit
-        nonzero = size > spread(limit, spans, array.shape)
-        codes = jnp.where(nonzero, jnp.where(array > 0, 2, 0), 1)
-        if absmean:
-            kept_count = count
-        else:
-            size, kept_count = size * nonzero, jnp.maximum(block_sum(nonzero.astype(jnp.float32), spans), 1)
-    scales = block_sum(size, spans) / kept_count * unit
-    scales = jnp.where(jnp.isnan(top), jnp.nan, scales if scaled else 1)
+        limit = threshold * power_of_two(-exponent) if threshold is not None else _half_std(array, spans, inverse_count)
+        codes, nonzero = _signs(array, limit, spans)
+        kept_count = block_sum(nonzero.astype(jnp.int32), spans).astype(jnp.float32)
+        scales = block_sum(size * nonzero, spans) / jnp.maximum(kept_count, 1)
+    scales = jnp.where(jnp.isnan(top), jnp.nan, scales * power_of_two(exponent) if scaled else 1)
     return pack(codes.astype(jnp.uint8), _PER_BYTE[kind]), scales
+
+
+def _unit_exponent(top: jax.Array) -> jax.Array:
+    """The exponent of the unit of a block: 0, or near the exponent of its maximum if squares or sums might overflow."""
+    exponent = exponent_of(top)
+    return jnp.where(jnp.abs(exponent) <= 30, 0, jnp.clip(exponent, -100, 100))
+
+
+def _half_std(array: jax.Array, spans: tuple[int, ...], inverse_count: np.ndarray) -> jax.Array:
+    mean = spread(block_sum(array, spans) * inverse_count, spans, array.shape)
+    # The maximum keeps the compiler from fusing square and addition (see `ordered_sum`).
+    return 0.5 * jnp.sqrt(block_sum(jnp.maximum((array - mean) ** 2, 0), spans) * inverse_count)
+
+
+def _signs(array: jax.Array, limit: jax.Array, spans: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """The codes of the signs, 1 for elements up to the limit, and which elements are beyond it."""
+    nonzero = jnp.abs(array) > spread(limit, spans, array.shape)
+    return jnp.where(nonzero, jnp.where(array > 0, 2, 0), 1), nonzero
 
 
 _ternary, _binary = (partial(Array1B.quantize, kind=kind) for kind in ("ternary", "binary"))
