@@ -70,6 +70,10 @@ LOWBIT_INLINE int32_t largest(I a) {
 LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
   return permute(load(table), reinterpret_cast<__m512i>(index));
 }
+// table[index] for an index below 32
+LOWBIT_INLINE F lookup(const float (&table)[32], I index) {
+  return _mm512_permutex2var_ps(load(table), reinterpret_cast<__m512i>(index), load(table + 16));
+}
 LOWBIT_INLINE I round_to_int(F a) { return reinterpret_cast<I>(_mm512_cvtps_epi32(a)); }
 LOWBIT_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(a)); }
 

@@ -42,6 +42,29 @@ struct Nf4Search {
 };
 constexpr Nf4Search kNf4Search;
 
+// Cells of 1/16, with at most one midpoint in each: the code at the start of the cell, and the midpoint. None is near
+// the border of a cell, so a value there may be counted to either cell.
+struct Nf4Cells {
+  alignas(64) float code[32] = {};
+  alignas(64) float midpoint[32] = {};
+  bool fits = true;
+  constexpr Nf4Cells() {
+    for (int cell = 0; cell < 32; ++cell) {
+      const float begin = static_cast<float>(cell - 16) / 16, end = static_cast<float>(cell - 15) / 16;
+      midpoint[cell] = __builtin_inff();  // values of blocks with NaN may be large
+      for (int i = 0; i < 15; ++i) {
+        const float here = nf4_midpoint(i), margin = 1e-4f;
+        if (here < begin) ++code[cell];
+        if (here < begin || here > end) continue;
+        if (midpoint[cell] <= 1 || here < begin + margin || here > end - margin) fits = false;
+        midpoint[cell] = here;
+      }
+    }
+  }
+};
+constexpr Nf4Cells kNf4Cells;
+static_assert(kNf4Cells.fits, "a cell has more than one midpoint, or one near its border");
+
 struct EncodeNf4 {
   static constexpr int kPerByte = 2;
   F scale, shrink, inverse;
@@ -54,12 +77,18 @@ struct EncodeNf4 {
     inverse = broadcast(1.0f) / as_floats(scale > zero() ? as_ints(scale * shrink) : as_ints(broadcast(1.0f)));
   }
 
-  // The number of midpoints below x, by binary search; a midpoint itself rounds down. NaN has code 0.
+  // The number of midpoints below x; a midpoint itself rounds down. NaN has code 0.
   LOWBIT_INLINE I codes(F x) const {
     const F relative = x * shrink * inverse;
+#if defined(LOWBIT_AVX512)
+    const F place = larger(fma(relative, broadcast(16.0f), broadcast(15.5f)), zero());
+    const I cell = round_to_int(smaller(place, broadcast(31.0f)));
+    return round_to_int(lookup(kNf4Cells.code, cell)) - (relative > lookup(kNf4Cells.midpoint, cell));
+#else
     I code = -(relative > broadcast(nf4_midpoint(7)));
     for (const auto& thresholds : kNf4Search.step) code = code + code - (relative > lookup(thresholds, code));
     return code;
+#endif
   }
 };
 

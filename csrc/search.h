@@ -164,9 +164,21 @@ inline void load_lines(const Search& p, int64_t layer, int64_t line, int64_t lin
       }
     }
   }
+  // kLanes rows at a time are transposed in registers.
+  const bool in_place = !p.along_rows && p.x_type == Float::f32;
+  const int64_t squares = in_place ? lines / kLanes : 0, square_length = length / kLanes * kLanes;
+  for (int64_t l = 0; l < squares * kLanes; l += kLanes) {
+    const float* x = static_cast<const float*>(p.x) + (layer * p.rows + line + l) * p.columns;
+    for (int64_t i = 0; i < square_length; i += kLanes) {
+      Bytes square[kLanes];
+      for (int j = 0; j < kLanes; ++j) square[j] = load_as<Bytes>(x + j * p.columns + i);
+      transpose_dwords(square);
+      for (int j = 0; j < kLanes; ++j) store_as(out + l * length + (i + j) * kLanes, square[j]);
+    }
+  }
   for (int64_t l = 0; !p.along_rows && l < lines; ++l) {
     float some[64], *to = out + l / kLanes * kLanes * length + l % kLanes;
-    for (int64_t i = 0; i < length; i += 64) {
+    for (int64_t i = l < squares * kLanes ? square_length : 0; i < length; i += 64) {
       const int64_t count = min(64, length - i);
       to_f32(p.x, p.x_type, (layer * p.rows + line + l) * p.columns + i, count, some);
       for (int64_t j = 0; j < count; ++j) to[(i + j) * kLanes] = some[j];
@@ -239,6 +251,16 @@ void search_lines(const Search& p, const N& nearest, const S& stored, F group_un
       if (codes == nullptr) {
         const int64_t row = layer * p.rows + begin + i;
         pack_codes<2>(found[i % kChunk], p.codes + row * p.low_bytes + line / 2);
+        continue;
+      }
+      if (element_step == 1 && i % 4 == 0 && i + 4 <= t.count) {
+        const I* next = found + i % kChunk;
+        const I four = next[0] | next[1] << 8 | next[2] << 16 | next[3] << 24;
+        for (int64_t l = 0; l < lines; ++l) {
+          const int32_t bytes = four[l];
+          memcpy(codes + begin + i + l * line_step, &bytes, 4);
+        }
+        i += 3;
         continue;
       }
       uint8_t* out = codes + (begin + i) * element_step;

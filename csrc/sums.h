@@ -124,11 +124,7 @@ void each_group(const Lines& lines, float* converted, PairSums sums, const Step&
       Rows<true> rows;
       rows.first = first;
       rows.column = column;
-      for (int i = 0; i < kRows; ++i) {
-        const float* x = group.x + i * group.stride + column;
-        rows.x[i] = load(x);
-        prefetch(x + kRows * group.stride);  // hardware does not follow eight rows at a time
-      }
+      for (int i = 0; i < kRows; ++i) rows.x[i] = load(group.x + i * group.stride + column);
       const F sum = step(rows);
       if (Step::kSums) sums.add(first / kRows, column, sum);
     }

@@ -43,12 +43,13 @@ def by_jax(array, format, spans):
 @pytest.mark.parametrize("format", PER_BYTE)
 def test_encode_gives_the_bits_of_the_format(target, format):
     rng = np.random.default_rng(0)
-    whole = [(0, 1), (1, 0), (0, 0)]
+    whole, floats = [(0, 1), (1, 0), (0, 0)], (jnp.float32, jnp.bfloat16, jnp.float16)
     blocks = [(64, 1), (1, 64), (16, 16), (1, 5), (130, 70)]
-    for shape, spans in [
-        *itertools.product([(2, 131, 77), (1, 64, 520)], [*blocks, *whole]),
-        *itertools.product([(1, 700, 1100)], [*whole, (300, 1), (300, 100)]),  # many rows, which several tasks share
-        *itertools.product([(1, 20, 5), (2, 1, 63), (1, 9, 1000)], whole),
+    for shape, spans, dtypes in [
+        *itertools.product([(2, 131, 77)], [*blocks, *whole], [floats]),
+        *itertools.product([(1, 64, 520)], [*blocks, *whole], [floats[:1]]),
+        *itertools.product([(1, 700, 1100)], [(0, 1), (0, 0), (300, 1)], [floats[:1]]),  # parts that are joined
+        *itertools.product([(1, 20, 5), (2, 1, 63), (1, 9, 1000)], whole, [floats[:1]]),
     ]:
         x = rng.standard_normal(shape).astype(np.float32)
         if shape[1] > 60 and shape[2] > 70:
@@ -60,7 +61,7 @@ def test_encode_gives_the_bits_of_the_format(target, format):
             x[-1, 50] *= 1e-20
             x[-1, :, 17] += 100  # a mean that is not near 0
             x[-1, 5, 9], x[-1, 6, 10], x[0, 40, 70] = np.nan, np.inf, -np.inf
-        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        for dtype in dtypes:
             a = jnp.asarray(x).astype(dtype)
             want = by_jax(a, format, spans)
             for component, whole_component in zip(encode(target, a, format, *spans), want, strict=True):
