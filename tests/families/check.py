@@ -30,11 +30,12 @@ def close(got: Any, want: Any, tolerance: float) -> None:
         assert np.abs(a - b).max(initial=0) <= tolerance * max(np.abs(b).max(initial=0), 1e-3)
 
 
-def adapted(model: Model, params: Any) -> Any:
-    """Adapters on all products, with both factors random."""
+def adapted(model: Model, params: Any, rules: Any) -> Any:
+    """Adapters on all products, or on the weights that the patterns of `rules` name, with both factors random."""
+    patterns = "*" if isinstance(rules, str) else list(rules)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # '*' leaves out convolutions and tables that are added, and says so
-        params = lowbit.lora(params, "*", rank=2, key=jax.random.key(0), fn=model.fn, args=model.args)
+        params = lowbit.lora(params, patterns, rank=2, key=jax.random.key(0), fn=model.fn, args=model.args)
 
     def random(x: Any) -> Any:
         if not isinstance(x, lowbit.LoraArray):
@@ -59,7 +60,7 @@ def check(make: Callable[[], Model], quantized: int, tmp_path: Path, rules: Any 
     loaded = lowbit.load(tmp_path / "weights.safetensors", like=params)
     for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    trained, frozen = lowbit.partition(adapted(model, loaded))
+    trained, frozen = lowbit.partition(adapted(model, loaded, rules))
     assert jax.tree.leaves(trained)
 
     def program(fn: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -59,16 +58,11 @@ def resnet() -> Model:
     return linen(ResNet(ResNetBottleneckBlock, n_classes=10, **sizes), image(2, 16, 16, 3))
 
 
-def flaxmodels_gpt2() -> Model:
-    from flaxmodels.gpt2.gpt2 import GPT2Model  # the one with a head needs weights from a server
+def flaxmodels_resnet() -> Model:
+    from flaxmodels import ResNet18  # its GPT-2 calls an argument that JAX does not have any more
 
-    names = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
-    config = SimpleNamespace(
-        **dict.fromkeys(names, 0.0), vocab_size=64, n_positions=8, n_embd=32, n_layer=1, n_head=2, n_inner=None
-    )
-    vars(config).update(layer_norm_epsilon=1e-5, scale_attn_weights=True, activation_function="gelu")
-    model = linen(GPT2Model(config, pretrained=None), IDS)
-    return model._replace(fn=lambda p, x: model.fn(p, x)["last_hidden_state"])
+    model = ResNet18(output="logits", pretrained=None, normalize=False, num_classes=10)
+    return linen(model, image(1, 16, 16, 3), train=False)
 
 
 def penzai_mlp() -> Model:
@@ -143,7 +137,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "haiku attention": (haiku_attention, 6),
     "haiku GRU": (haiku_recurrent, 2),
     "jax-resnet ResNet": (resnet, 9, KERNELS),
-    "flaxmodels GPT2": (flaxmodels_gpt2, 5),
+    "flaxmodels ResNet18": (flaxmodels_resnet, 21, KERNELS),
     "penzai MLP": (penzai_mlp, 2),
     "equimo VisionTransformer": (equimo_vit, 4),
     "keras EfficientNet": (keras_efficientnet, 12, KERNELS),

@@ -29,11 +29,11 @@ def gpt2() -> Model:
 
 
 def llama() -> Model:
-    return flax("FlaxLlamaForCausalLM", transformers.LlamaConfig(**LLAMA, max_position_embeddings=16), "logits", IDS)
+    return flax("FlaxLlamaForCausalLM", transformers.LlamaConfig(**LLAMA, max_position_embeddings=32), "logits", IDS)
 
 
 def mistral() -> Model:
-    config = transformers.MistralConfig(**LLAMA, num_key_value_heads=1, max_position_embeddings=16)
+    config = transformers.MistralConfig(**LLAMA, num_key_value_heads=1, max_position_embeddings=32)
     return flax("FlaxMistralForCausalLM", config, "logits", IDS)
 
 
@@ -82,9 +82,9 @@ def resnet() -> Model:
 
 KERNELS = {"*kernel*": "int8"}  # convolutions are quantized if a pattern names them
 ROWS: dict[str, tuple[Any, ...]] = {
-    "GPT-2": (gpt2, 6),
+    "GPT-2": (gpt2, 5),
     "Llama": (llama, 9),
-    "Mistral": (mistral, 9),
+    "Mistral": (mistral, 7),
     "BERT": (bert, 8),
     "T5": (t5, 17),
     "Whisper": (whisper, 18, KERNELS),
