@@ -73,7 +73,7 @@ ANY_VERSION := frameworks nnx_state examples native native_encode pages eformer 
   files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
   safetensors bitsandbytes huggingface_dir gguf gguf_writer gguf_blocks gguf_model exchange_damaged \
   checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping gptq calibration_choice calibrated_files histogram \
-  cli cli_directories stream stream_resume stream_directories tpu gpu
+  cli cli_directories terminal sampling stream stream_resume stream_directories tpu gpu
 tests-oldest-more: $(OLDEST)/test
 	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION) $(ON_OLDEST))) tests

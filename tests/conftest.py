@@ -16,7 +16,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_llvm
 
 # Programs of their own, which need the compilers of NVIDIA and the command line; and helpers of tests that run on the
 # newest JAX only, some of which need packages that the oldest environment lacks.
-collect_ignore = ["gpu_aot.py", "kill.py", "cli_helpers.py", "eformer_helpers.py"]
+collect_ignore = ["gpu_aot.py", "kill.py", "cli_helpers.py", "eformer_helpers.py", "families"]
 
 
 pytest_generate_tests = tiers.parametrize_layouts

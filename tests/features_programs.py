@@ -116,7 +116,8 @@ def cond_returning_it(x, p):
 
 @may_go_dense
 def cond_with_mixed_results(x, p):
-    return lax.cond(x[0, 0] > 0, lambda w: w, lambda w: w * 2 + 1, p["w"])
+    ways = (lambda w: w, lambda w: w * 2 + 1)
+    return lax.cond(x[0, 0] > 0, *ways, p["w"]), lax.cond(x[0, 0] > 0, *ways[::-1], p["w"])
 
 
 @fused

@@ -111,15 +111,15 @@ FAULTS = [
     ),
     Fault(
         "runtime/_control.py",
-        "next(new) if f is None else values[f]",
-        "next(new) if f is None else values[0]",
+        "run(given.backward, *residuals, *cotangents)",
+        "run(given.backward, *residuals, *(2 * c for c in cotangents))",
         "tests/test_transforms.py -k 'equals_the_dense and custom_vjp-q3-axis-2'",
     ),
     Fault(
         "runtime/_ste.py",
         "_replace(*primals), tangents[0]",
         "_replace(*primals), tangents[1]",
-        "tests/test_transforms.py -k 'equals_the_dense and straight_through-q3-axis-2'",
+        "tests/test_outside.py -k 'ste_is_exact and q3-axis-2'",
     ),
     # --- formats
     Fault(
@@ -172,15 +172,15 @@ FAULTS = [
     ),
     Fault(
         "formats/onebit.py",
-        "codes, kept_count = array >= 0, count",
-        "codes, kept_count = array > 0, count",
+        "positive = array >= 0",
+        "positive = array > 0",
         "tests/test_formats.py -k binary_is_the_sign",
     ),
     Fault(
         "formats/onebit.py",
-        "limit = 0.5 * jnp.sqrt(",
-        "limit = 0.7 * jnp.sqrt(",
-        "tests/test_formats.py -k 'error_and_bits and ternary'",
+        "return 0.5 * jnp.sqrt(",
+        "return 0.7 * jnp.sqrt(",
+        "tests/test_formats.py -k ternary_scale_has",
     ),
     Fault(
         "formats/packed.py",
@@ -202,15 +202,15 @@ FAULTS = [
     ),
     Fault(
         "formats/quantized.py",
-        "keeps = all(span_of(spans[name], axis - ndim) == 1",
-        "keeps = any(span_of(spans[name], axis - ndim) == 1",
-        "tests/test_rules.py -k 'structural_rules and q3-axis-2 and slice_of_columns'",
+        "return self if keeps else self.plain()",
+        "return self",
+        "tests/test_rules.py -k 'structural_rules and q3-axis-2 and slice_of_rows'",
     ),
     Fault(
         "formats/search.py",
-        "np.linspace(0.72, 1.1, 6, dtype=np.float32)",
-        "np.linspace(0.98, 1.1, 6, dtype=np.float32)",
-        "tests/test_formats.py -k 'error_and_bits and q4'",
+        'weights if weighting == "square" else jnp.sqrt(weights)',
+        "weights",
+        "tests/test_native_encode.py -k 'search_gives'",
     ),
     # --- rules
     Fault(
@@ -257,8 +257,8 @@ FAULTS = [
     ),
     Fault(
         "rules/lookup.py",
-        "jnp.nan if fill_value is None else fill_value",
-        "0 if fill_value is None else fill_value",
+        "jnp.any((indices < 0) | (indices > last), axis=-1)",
+        "jnp.any(indices < 0, axis=-1)",
         "tests/test_transforms.py -k 'equals_the_dense and embedding_out_of_bounds-q3-axis-2'",
     ),
     Fault(
@@ -324,9 +324,9 @@ FAULTS = [
     ),
     Fault(
         "kernels/gpu/kernel.py",
-        "inside = (rows < ref.shape[1])[:, None]",
-        "inside = (rows <= ref.shape[1])[:, None]",
-        "tests/test_gpu.py -k 'odd_sizes and nf4-axis-1'",
+        "if tiling.after and spans[contract] == WHOLE:",
+        "if False:",
+        "tests/test_gpu.py -k 'odd_sizes and int8-axis'",
     ),
     Fault(
         "kernels/tpu/decode.py",

@@ -308,8 +308,8 @@ def test_a_setting_wins_over_the_array_also_when_compiled_before(asked) -> None:
 def test_gradients_are_exact(asked) -> None:
     q = quantize(W, QuantizationConfig("int8", compute="fast"))
 
-    def products(fn) -> list[tuple[int, str]]:
-        found = [eqn for eqn in equations(jax.make_jaxpr(fn)(X)) if eqn.primitive.name == "lowbit_matmul"]
+    def products(fn, x=X) -> list[tuple[int, str]]:
+        found = [eqn for eqn in equations(jax.make_jaxpr(fn)(x)) if eqn.primitive.name == "lowbit_matmul"]
         described = [jax.tree.unflatten(eqn.params["tree"], eqn.invars) for eqn in found]
         return sorted((product.contract, product.arithmetic) for product in described)
 
@@ -319,6 +319,7 @@ def test_gradients_are_exact(asked) -> None:
     # The value is computed fast, its derivatives in both modes exactly.
     assert products(jax.value_and_grad(loss)) == [(-2, "fast"), (-1, "exact")]
     assert products(lambda x: jax.jvp(loss, (x,), (x,))) == [(-2, "exact"), (-2, "fast")]
+    assert products(jax.linear_transpose(lambda x: x @ q, X), X @ q) == [(-1, "exact")]
 
 
 def test_the_settings_travel_with_the_array(asked) -> None:
