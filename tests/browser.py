@@ -233,5 +233,7 @@ def test_shapes_stay_on_one_line_and_calibrated_layers_have_output_errors(tmp_pa
             lines = f"[...document.querySelectorAll('{cell}')].map(x => x.getClientRects().length)"
             text = f"[...document.querySelectorAll('{cell}')].map(x => x.textContent)"
             assert page.value(lines) == [1, 1, 1] and page.value(text) == ["30522\u00d7384"] * 3
+        for width in (400, 700, 1000, 1040, 1200):
+            page.show(width=width)
             root = "document.documentElement"
-            assert page.value(f"{root}.scrollWidth") <= page.value(f"{root}.clientWidth")
+            assert page.value(f"{root}.scrollWidth") <= page.value(f"{root}.clientWidth"), width
