@@ -8,7 +8,6 @@ import haliax as hax
 import jax
 import pytest
 from check import Model, check
-from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 
 SIZES: dict[str, Any] = {"hidden_dim": 64, "num_heads": 4, "num_layers": 2}
@@ -26,12 +25,7 @@ def llama() -> Model:
     return language_model(LlamaConfig(**SIZES, intermediate_dim=128, num_kv_heads=4))
 
 
-def gpt2() -> Model:
-    pdrop = {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-    return language_model(Gpt2Config(**SIZES, **pdrop))
-
-
-ROWS: dict[str, tuple[Any, ...]] = {"Llama": (llama, 9), "GPT-2": (gpt2, 6)}
+ROWS: dict[str, tuple[Any, ...]] = {"Llama": (llama, 9)}
 
 
 @pytest.mark.parametrize("name", ROWS)
