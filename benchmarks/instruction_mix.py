@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 # The products that an instruction computes.
-MULTIPLY = {"fmla": 4, "fmul": 4, "sdot": 16, "smmla": 32, "smull": 8, "smull2": 8, "smlal": 8, "smlal2": 8}
+MULTIPLY = {"fmla": 4, "sdot": 16, "smmla": 32, "smull": 8, "smull2": 8, "smlal": 8, "smlal2": 8}
 # What each line of the table shows: the instruction set, the kernel, and the function as objdump demangles it.
 KERNELS = [
     *(
