@@ -23,7 +23,7 @@ JOBS ?= 2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
 .PRECIOUS: .venv-jax-%/test
-.PHONY: demo test test-more test-all lint tests tests-oldest tests-more tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
+.PHONY: demo test test-more test-ci test-all lint tests tests-oldest tests-more tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
   test-arm sanitize-arm wheels test-frameworks sanitize fuzz kill mutations stream train-examples docs screenshots format clean
 
 demo: $(VENV)/demo
@@ -38,6 +38,14 @@ test-more:
 	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-browser sanitize
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
+
+# What CI runs after `make test`: the second tier without all layouts and pairs, which take longer than CI has.
+test-ci:
+	$(MAKE) test-tpu-aot test-browser sanitize TIER='-m "not more"'
+	$(MAKE) fuzz FILES=10000
+	$(MAKE) kill KILLS=40
+# Which tests of the compilers and sanitizers run; all by default.
+TIER ?=
 
 # The third tier adds what takes hours or other tools.
 test-all: test
@@ -97,7 +105,7 @@ test-tpu-aot:
 	@echo "LOWBIT_AOT=0: the kernels for TPU are not compiled."
 else
 test-tpu-aot: $(TPU)/test
-	$(ON_TPU) $(TPU)/bin/python $(PYTEST) tests/tpu_aot.py
+	$(ON_TPU) $(TPU)/bin/python $(PYTEST) $(TIER) tests/tpu_aot.py
 endif
 
 # The page of the report in headless Chromium, which Debian has; CHROMIUM= names another.
@@ -120,7 +128,7 @@ sanitize: $(VENV)/test
 	  -C cmake.define.LOWBIT_SANITIZE=ON -C cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O1 -C build-dir=build/sanitize-objects .
 	LD_PRELOAD="$(SANITIZERS)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python $(PYTEST) tests/test_native.py tests/test_native_encode.py
+	  LOWBIT_LIBRARY=build/sanitize/lowbit/kernels/lowbit_native.so $(VENV)/bin/python $(PYTEST) $(TIER) tests/test_native.py tests/test_native_encode.py
 
 # The kernels for 64-bit ARM without the machine: Debian's cross compiler builds the library, and the kernel tests run on
 # it in an emulator. JAX and the tests run on this machine; tests/arm/proxy.cc sends each call to the emulated library.

@@ -56,7 +56,7 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("wheel", help="of gensim, which has the articles")
     parser.add_argument("--windows", type=int, default=4, help="of each text, to measure on")
-    parser.add_argument("--rows", type=int, default=32, help="windows to calibrate with")
+    parser.add_argument("--rows", type=int, default=16, help="windows to calibrate with")
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="that has libllama, for its rows")
     parser.add_argument("--only", default="*", help="pattern of the rows to measure")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep statistics and rows there, and reuse them")

@@ -1,8 +1,10 @@
+import itertools
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import tiers
 
@@ -28,6 +30,19 @@ def fresh_policy():
     _interpret._warned.clear()
     yield
     lowbit.materialization.set("warn")
+
+
+# The kernel limits the memory maps of a process, and every compiled program has several: past the limit, the compiler
+# aborts. So a long run forgets its programs before that.
+MAPS, MOST_MAPS = Path("/proc/self/maps"), 30_000
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def forget_programs():
+    yield
+    if next(_tests) % 50 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 # Fixtures of several modules. Each imports its helpers itself, since not every environment has their packages.

@@ -169,7 +169,7 @@ def test_errors_of_the_command_take_one_line(files: tuple[Path, Path], tmp_path:
     for args, text in [
         ((a, b, "-o", page), "page.html exists. --force replaces it."),
         ((a, b, "-o", tmp_path, "--force"), "Give the name of a file."),
-        ((a, b, "-o", tmp_path / "no" / "page.html"), "Give the name of a file."),
+        ((a, b, "-o", tmp_path / "no" / "page.html"), "there is no directory"),
         ((a, b, "-o", b, "--force"), "is one of the two files"),
         ((a, tmp_path / "c.safetensors", "-o", page, "--force"), "have no tensor of the same name and shape."),
         ((a, tmp_path / "none", "-o", page, "--force"), "No such file or directory"),

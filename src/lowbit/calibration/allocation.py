@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
@@ -165,7 +166,7 @@ def _weighted(array: jax.Array, stored: QuantizedArray, moments: Moments) -> jax
     error = moments.as_matrices(array.astype(jnp.float32) - stored.materialize().astype(jnp.float32))
     weights = jnp.asarray(moments.diag).reshape(-1, moments.k)
     if moments.hessian is not None:
-        weights = uncompensated(moments).reshape(-1, moments.k)
+        weights = lax.map(uncompensated, jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k))
     # Squared gradients are summed over outputs, and each output has its own.
     return jnp.sum(weights[..., None] * error**2) / error.shape[-1]
 

@@ -1,13 +1,11 @@
 """GPTQ (arXiv:2210.17323): round a weight so that its product with the calibration data changes least.
 
 Inputs are rounded one after the other, those with the largest second moment first. The error of each is compensated by
-the inputs that are still to be rounded, as the second moments tell. Afterwards each is rounded again for the errors of
-all others (coordinate descent). Scales are given and stay; `refitted_scales` are the best ones for given codes.
+the inputs that are still to be rounded, as the second moments tell. Scales are given and stay.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .blocks import pack, span_of, spread
+from .blocks import pack, spread
 from .levels import Levels
-from .moments import Moments
+from .moments import DAMPING, Moments
 from .quantized import QuantizedArray
 from .search import reciprocal
 
 BLOCK = 32  # inputs that are rounded before the rest is updated
 COLUMNS = 1024  # outputs that are rounded together
-SWEEPS = 1  # times that each input is rounded again
 _FEW = 64  # levels
 _HIGHEST = lax.Precision.HIGHEST
 
@@ -98,12 +95,9 @@ class Rounded(NamedTuple):
     lost: jax.Array
 
 
-@partial(jax.jit, static_argnames="sweeps")
-def round_by_moments(weight: jax.Array, array: QuantizedArray, moments: Moments, sweeps: int = SWEEPS) -> Rounded:
-    """The array, which is the weight quantized, with the codes of GPTQ in each layer where they lose less.
-
-    `sweeps`: how often each input is rounded again after the first pass.
-    """
+@jax.jit
+def round_by_moments(weight: jax.Array, array: QuantizedArray, moments: Moments) -> Rounded:
+    """The array, which is the weight quantized, with the codes of GPTQ in each layer where they lose less."""
     levels = SortedLevels.of(array)
     shape = array.stored_shape
     w = moments.as_matrices(weight.astype(jnp.float32))
@@ -114,12 +108,12 @@ def round_by_moments(weight: jax.Array, array: QuantizedArray, moments: Moments,
     hessians = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
 
     def layer(given: Any) -> Any:
-        w, scales, offsets, before, h, damping = given
-        found = gptq(w, scales, offsets, h, levels, damping, sweeps)
+        w, scales, offsets, before, h = given
+        found = gptq(w, scales, offsets, h, levels)
         after = levels.decode(found) * scales + (0 if offsets is None else offsets)
         return found, lost(w - after, h), lost(w - before, h)
 
-    found, now, then = lax.map(layer, (w, scales, offsets, before, hessians, moments.damping.reshape(-1)))
+    found, now, then = lax.map(layer, (w, scales, offsets, before, hessians))
     kept = levels.nearest((before - (0 if offsets is None else offsets)) * reciprocal(scales))
     codes = moments.as_weight(jnp.where((now < then)[:, None, None], found, kept))
     return Rounded(with_positions(array, levels, codes), jnp.sum(jnp.minimum(now, then)))
@@ -130,42 +124,29 @@ def lost(error: jax.Array, h: jax.Array) -> jax.Array:
     return jnp.sum(error * jnp.matmul(h, error, precision=_HIGHEST))
 
 
-@jax.jit
-def uncompensated(moments: Moments) -> jax.Array:
+def uncompensated(h: jax.Array) -> jax.Array:
     """What is left of the second moment of each input if inputs that are rounded after it compensate its error.
 
-    It has the shape of `diag`, and weights the squared errors of rounding in the expected tr(E^T H E) of GPTQ, as the
-    diagonal does without it.
+    It weights the squared errors of rounding in the expected tr(E^T H E) of GPTQ, as the diagonal of H does without it.
     """
-
-    def layer(given: Any) -> jax.Array:
-        h, damping = given
-        diag = jnp.diag(h)
-        order, mean = jnp.argsort(-diag), jnp.mean(diag)
-        factor = _factor(_relative(h[order][:, order], mean), damping)
-        return jnp.zeros_like(diag).at[order].set(jnp.where(diag[order] > 0, jnp.diag(factor) ** 2 * mean, 0))
-
-    hessians = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
-    return lax.map(layer, (hessians, moments.damping.reshape(-1))).reshape(moments.diag.shape)
+    diag = jnp.diag(h)
+    order = jnp.argsort(-diag)
+    factor = _factor(h[order][:, order], jnp.mean(diag))
+    return jnp.zeros_like(diag).at[order].set(jnp.diag(factor) ** 2 * jnp.mean(diag))
 
 
-def gptq(
-    w: jax.Array, scales: jax.Array, offsets: Any, h: jax.Array, levels: SortedLevels, damping: jax.Array, sweeps: int
-) -> jax.Array:
+def gptq(w: jax.Array, scales: jax.Array, offsets: Any, h: jax.Array, levels: SortedLevels) -> jax.Array:
     """The positions of the levels of a matrix (K, N) with these scales and second moments (K, K).
 
     With H = V V^T and V upper triangular, |X E|^2 is the sum over i of (V_ii E_i + sum over j < i of V_ji E_j)^2: the
-    best level of input i depends on the errors of those before it. This needs no inverse of H. In the sweeps that
-    follow, the best level depends on the errors of all others, by the row of H.
+    best level of input i depends on the errors of those before it. This needs no inverse of H.
     """
     k, n = w.shape
     diag = jnp.diag(h)
     order = jnp.argsort(-diag)
     short, wide = -k % BLOCK, min(n, COLUMNS)
-    h = _relative(jnp.pad(h[order][:, order], ((0, short), (0, short))), jnp.mean(diag))
-    factor = _factor(h, damping)
-    h = h + damping * jnp.eye(len(h))
-    feedback = [(factor / jnp.diag(factor)).T, *[h / jnp.diag(h)[:, None]] * sweeps]
+    factor = _factor(jnp.pad(h[order][:, order], ((0, short), (0, short))), jnp.mean(diag))
+    feedback = (factor / jnp.diag(factor)).T
 
     def chunks(x: jax.Array) -> jax.Array:
         """Columns are independent: as many at a time as stay in a cache, in (chunk, block, input, column)."""
@@ -177,100 +158,41 @@ def gptq(
     return jnp.zeros(w.shape, jnp.uint8).at[order].set(found.reshape(k + short, -1)[:k, :n])
 
 
-def _rounded_columns(feedback: Sequence[jax.Array], levels: SortedLevels, given: Any) -> jax.Array:
-    """The positions of the levels of some columns: in a first pass, and in sweeps that start from its errors."""
-    first, *sweeps = feedback
-    errors, found = _pass(first, levels, given, jnp.zeros((len(first), given[0].shape[-1]), jnp.float32))
-    for again in sweeps:
-        errors, found = _pass(again, levels, given, errors)
-    return found
-
-
-def _pass(feedback: jax.Array, levels: SortedLevels, given: Any, errors: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Round every input for the errors of the others: in blocks of inputs, a product for each, then one by one.
-
-    `feedback` has a row for each input with what the error of each other one adds to the weight, and ones on the
-    diagonal. Returns the errors after it, and the positions of the levels.
-    """
+def _rounded_columns(feedback: jax.Array, levels: SortedLevels, given: Any) -> jax.Array:
+    """The positions of the levels of some columns, in blocks of inputs: a product for each, then one by one."""
     w, scales, offsets = given
     offsets = jnp.zeros_like(w) if offsets is None else offsets
 
     def block(errors: jax.Array, given: Any) -> Any:
         start, w, scales, offsets = given
         rows = lax.dynamic_slice_in_dim(feedback, start, BLOCK)
-        before = lax.dynamic_slice_in_dim(errors, start, BLOCK)
         wanted = w + jnp.matmul(rows, errors, precision=_HIGHEST)
         corner = lax.dynamic_slice_in_dim(rows, start, BLOCK, 1)
         inverse = reciprocal(scales)
 
         def step(i: Any, state: Any) -> Any:
             wanted, errors, found = state
-            position = levels.nearest((wanted[i] - before[i] - offsets[i]) * inverse[i])
+            position = levels.nearest((wanted[i] - offsets[i]) * inverse[i])
             error = w[i] - (levels.decode(position) * scales[i] + offsets[i])
             # Without the barrier XLA computes the error anew for every row of the outer product: three times the time.
             position, error = lax.optimization_barrier((position, error))
             # Row i itself is done: what its own entry of the corner, 1, adds to it does not matter.
-            wanted = wanted + jnp.outer(corner[:, i], error - before[i])
-            return wanted, errors.at[i].set(error), found.at[i].set(position)
+            return wanted + jnp.outer(corner[:, i], error), errors.at[i].set(error), found.at[i].set(position)
 
-        _, own, found = lax.fori_loop(0, BLOCK, step, (wanted, before, jnp.zeros(w.shape, jnp.uint8)))
+        state = wanted, jnp.zeros_like(w), jnp.zeros(w.shape, jnp.uint8)
+        _, own, found = lax.fori_loop(0, BLOCK, step, state)
         return lax.dynamic_update_slice_in_dim(errors, own, start, 0), found
 
-    return lax.scan(block, errors, (BLOCK * jnp.arange(len(w)), w, scales, offsets))
+    blocks, _, n = w.shape
+    nothing = jnp.zeros((blocks * BLOCK, n), jnp.float32)
+    return lax.scan(block, nothing, (BLOCK * jnp.arange(blocks), w, scales, offsets))[1]
 
 
-@jax.jit
-def refitted_scales(weight: jax.Array, array: QuantizedArray, moments: Moments) -> jax.Array:
-    """The scales with the least tr(E^T H E) for the codes of an array without offsets, in the shape of its scales.
-
-    Its blocks lie along the only axis of inputs. Block after block, each scale is chosen for the errors of the others.
-    A scale that would change its sign stays.
-    """
-    (axis,) = moments.inputs
-    shape, span = array.stored_shape, span_of(array.spans, axis) or moments.k
-    w = moments.as_matrices(weight.astype(jnp.float32))
-    wide = spread(array.scale_values(), array.spans, shape)
-    level = moments.as_matrices(array.decode()) * reciprocal(moments.as_matrices(wide))
-    blocks, short = -(-moments.k // span), -moments.k % span
-    hessians = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
-
-    def layer(given: Any) -> jax.Array:
-        w, level, scales, h, damping = given
-        padded = ((0, short), (0, 0))
-        h = _relative(jnp.pad(h, ((0, short), (0, short))), jnp.mean(jnp.diag(h)))
-        h = h + damping * jnp.eye(len(h))
-        w, level = jnp.pad(w, padded), jnp.pad(level, padded)
-
-        def block(state: Any, start: jax.Array) -> Any:
-            errors, scales = state
-            own, scale = lax.dynamic_slice_in_dim(level, start, span), scales[start // span]
-            rows = lax.dynamic_slice_in_dim(h, start, span)
-            slope = jnp.sum(own * jnp.matmul(rows, errors, precision=_HIGHEST), 0)
-            corner = lax.dynamic_slice_in_dim(rows, start, span, 1)
-            step = slope * reciprocal(jnp.sum(own * jnp.matmul(corner, own, precision=_HIGHEST), 0))
-            step = jnp.where((scale + step) * scale > 0, step, 0)
-            left = lax.dynamic_slice_in_dim(errors, start, span) - own * step
-            errors = lax.dynamic_update_slice_in_dim(errors, left, start, 0)
-            return (errors, scales.at[start // span].add(step)), None
-
-        state = w - level * jnp.pad(jnp.repeat(scales, span, 0)[: moments.k], padded), scales
-        return lax.scan(block, state, span * jnp.arange(blocks))[0][1]
-
-    each = moments.as_matrices(wide)[:, ::span]
-    found = lax.map(layer, (w, level, each, hessians, moments.damping.reshape(-1)))
-    everywhere = moments.as_weight(jnp.repeat(found, span, 1)[:, : moments.k])
-    return lax.slice_in_dim(everywhere, 0, None, span, everywhere.ndim + axis)
-
-
-def _relative(h: jax.Array, mean: jax.Array) -> jax.Array:
-    """Second moments in units of the mean; inputs that were always 0 are independent of all others."""
+def _factor(h: jax.Array, mean: jax.Array) -> jax.Array:
+    """The upper triangular V with V V^T = h + damping. Inputs that were always 0 are independent of all others."""
     h = h / jnp.where(mean > 0, mean, 1)
-    return h + jnp.diag(jnp.where(jnp.diag(h) <= 0, 1.0, 0.0))
-
-
-def _factor(h: jax.Array, damping: jax.Array) -> jax.Array:
-    """The upper triangular V with V V^T = h + damping, which grows until there is one."""
     eye = jnp.eye(h.shape[0], dtype=h.dtype)
+    h = h + eye * (jnp.diag(h) <= 0)
     flipped = h[::-1, ::-1]  # so that the factor is upper triangular
 
     def attempt(damping: jax.Array) -> jax.Array:
@@ -282,5 +204,6 @@ def _factor(h: jax.Array, damping: jax.Array) -> jax.Array:
     def again(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return state[0] * 10, attempt(state[0] * 10)
 
-    lower = lax.while_loop(fails, again, (damping, attempt(damping)))[1]
+    start = jnp.float32(DAMPING)
+    lower = lax.while_loop(fails, again, (start, attempt(start)))[1]
     return lower[::-1, ::-1]
