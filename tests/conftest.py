@@ -73,10 +73,16 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """target(name) is the name in JAX of a target of the library for one instruction set.
 
     It stands here since a session may register a name only once, and a fixture that two modules import is two fixtures.
+    A fixture with parameters is also made again when a module returns to one of them.
     """
     from native_helpers import registered
 
-    return registered(request.param, tmp_path_factory.mktemp("native"))
+    if request.param not in _targets:
+        _targets[request.param] = registered(request.param, tmp_path_factory.mktemp("native"))
+    return _targets[request.param]
+
+
+_targets: dict[str, Any] = {}
 
 
 @pytest.fixture
