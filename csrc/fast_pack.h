@@ -255,6 +255,21 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
   }
 }
 
+// out = the vectors of a tile's row in column order
+template <int kPer>
+LOWBIT_INLINE void in_column_order(const float* values, int64_t columns, float* out) {
+  for (int64_t v = 0; v < columns; v += kPer * kLanes) {
+    if constexpr (kPer == 2) {
+      F a, b;
+      join_pairs(load(values + v), load(values + v + kLanes), a, b);
+      store(out + v, a);
+      store(out + v + kLanes, b);
+    } else {
+      for (int i = 0; i < kPer * kLanes; ++i) out[v + i % kLanes * kPer + i / kLanes] = values[v + i];
+    }
+  }
+}
+
 // Whether the panel's scales lack a factor of their column, which multiplies the sums.
 template <typename D>
 LOWBIT_INLINE bool scales_later(const Matrix& w, bool contract_last) {

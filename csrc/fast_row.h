@@ -37,17 +37,24 @@ struct FewRows {
 
 // Where the sums of a block of rows are accumulated, in the order of a panel's columns: in `partial` (m, width). The
 // last group of rows adds them to `sums` (m, width), times the scales of the rows of x and, if there are any, those of
-// the columns.
+// the columns, which may be codes.
 struct FastSums {
   int32_t* partial;
   float* sums;
   int64_t width;
   const float* scales;
+  const uint8_t* scale_codes;
+  SmallFloats floats;  // of these codes
   const float* x_scales;
   const int32_t* seeds;
 
   FastSums from(int64_t at) const {
-    return {partial + at, sums + at, width, scales == nullptr ? nullptr : scales + at, x_scales, seeds};
+    FastSums to = *this;
+    to.partial += at;
+    to.sums += at;
+    if (scales != nullptr) to.scales += at;
+    if (scale_codes != nullptr) to.scale_codes += at;
+    return to;
   }
 };
 
@@ -91,6 +98,20 @@ LOWBIT_INLINE void put_sum(I sum, const FastSums& to, int m, int64_t at) {
   store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
 }
 
+// The last sums of two codes per byte. Their scales are decoded here, between the products, so that the memory is not
+// idle while a row of scales is decoded.
+LOWBIT_INLINE void put_coded(const I (&sums)[4][2], const FastSums& to, int64_t at) {
+  const F x_scale = broadcast(to.x_scales[0]);
+  for (int j = 0; j < 4; ++j, at += 2 * kLanes) {
+    F scales[2];
+    to.floats.pairs(to.scale_codes + at, scales[0], scales[1]);
+    for (int i = 0; i < 2; ++i) {
+      float* out = to.sums + at + i * kLanes;
+      store(out, fma(to_float(sums[j][i]), x_scale * scales[i], load(out)));
+    }
+  }
+}
+
 // Loads four rows and four more, and interleaves each four.
 LOWBIT_INLINE void load_group(const uint8_t* const rows[kFastGroup], int64_t byte, Bytes v[kFastGroup]) {
   for (int r = 0; r < kFastGroup; ++r) v[r] = load_as<Bytes>(rows[r] + byte);
@@ -131,6 +152,8 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
   const FastSums to = where;  // copies that the stores cannot alias
   int8_t q[kFastGroups<kM, D> * kM * kFastGroup];
   memcpy(q, from, sizeof(q));
+  // Several groups are whole rows, one after the other: memory is fastest in the order of its addresses.
+  [[maybe_unused]] const uint8_t* next = rows[0] + ahead;
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t byte = part * kBytes, at = part * 4 * kLanes * kPer;
     Bytes v[kFastGroup];
@@ -144,10 +167,17 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
       I sums[4][kPer];
       for (int s = 0; s < 4 * kPer; ++s) sums[s / kPer][s % kPer] = first_sum<kFirst>(to, 0, at + s * kLanes);
       for (int64_t g = 0; g < groups; ++g) {
-        for (int r = 0; r < kFastGroup; ++r) prefetch_far(rows[g * kFastGroup + r] + byte + ahead);
+        for (int r = 0; r < kFastGroup; ++r) prefetch_far(next + 64 * r);
+        next += 64 * kFastGroup;
         load_group(rows + g * kFastGroup, byte, v);
         const I xa = splat(q + g * kFastGroup), xb = splat(q + g * kFastGroup + 4);
         for (int j = 0; j < 4; ++j) add_codes(decoder, sums[j], v[j], v[4 + j], xa, xb);
+      }
+      if constexpr (kLast && kPer == 2) {
+        if (to.scale_codes != nullptr) {
+          put_coded(sums, to, at);
+          continue;
+        }
       }
       for (int s = 0; s < 4 * kPer; ++s) put_sum<kLast>(sums[s / kPer][s % kPer], to, 0, at + s * kLanes);
     }
@@ -211,8 +241,17 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = min(end, (block / tiling.span + 1) * tiling.span);
     int32_t seeds[kM] = {};
-    FastSums to = {partial, sums, width, nullptr, x.scales + block / tiling.block * kM, seeds};
-    if (tiling.blocked) {
+    FastSums to = {partial, sums, width, nullptr, nullptr, {}, x.scales + block / tiling.block * kM, seeds};
+    if (tiling.blocked && kFastGroups<kM, D> > 1 && scales_later<D>(w, false)) {
+      const int64_t row = block / w.w.row_span;
+      to.floats = w.small_scales();
+      to.scale_codes = w.scale_codes(row, 0);
+      if ((w.w.scale_rows - row) * w.w.scale_cols < width) {
+        // Codes past the end of the last row must not be read.
+        memcpy(memset(scales, 0, static_cast<size_t>(width)), to.scale_codes, static_cast<size_t>(w.w.columns));
+        to.scale_codes = reinterpret_cast<const uint8_t*>(scales);
+      }
+    } else if (tiling.blocked) {
       for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, block, t, scales + t * kColumns);
       to.scales = scales;
     }
@@ -244,11 +283,10 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
 template <typename D>
 bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FewRows& x,
                 float* y, const Parallel& parallel) {
-  constexpr int64_t kPer = D::kPerByte;
   const int64_t width = sums_width(p.m, tiling.tiles * tiling.columns), size = p.m * width,
                 unit = tiling.blocked ? tiling.span : 64;
   const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n));
-  float* sums = buffer<float>(Scratch::call_sums, shares.count * size + p.n);
+  float* sums = buffer<float>(Scratch::call_sums, shares.count * size + width + p.n);
   if (sums == nullptr) return false;
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
@@ -259,21 +297,19 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
     });
   });
   if (!enough_memory) return false;
-  float* held = sums + shares.count * size;
+  float *ordered = sums + shares.count * size, *held = ordered + width;
   const float* scales = tiling.blocked ? nullptr : w.scales(0, 0, p.n, held);
   if (tiling.blocked && scales_later<D>(w, false)) {
     w.factors(false, 0, p.n, held);
     scales = held;
   }
-  for (int64_t at = 0; at < size; at += kLanes) {
-    F total = load(sums + at);
-    for (int64_t t = 1; t < shares.count; ++t) total += load(sums + t * size + at);
-    const int64_t m = at / width, in_row = at % width;
-    const int64_t column = in_row / (kLanes * kPer) * (kLanes * kPer) + in_row / kLanes % kPer;
-    for (int64_t i = 0; i < kLanes && column + i * kPer < p.n; ++i) {
-      const int64_t n = column + i * kPer;
-      y[m * p.n + n] = scales == nullptr ? total[i] : total[i] * scales[n];
+  for (int64_t m = 0; m < p.m; ++m) {
+    float* row = sums + m * width;
+    for (int64_t t = 1; t < shares.count; ++t) {
+      for (int64_t at = 0; at < width; at += kLanes) store(row + at, load(row + at) + load(row + t * size + at));
     }
+    in_column_order<D::kPerByte>(row, tiling.tiles * tiling.columns, ordered);
+    for (int64_t n = 0; n < p.n; ++n) y[m * p.n + n] = scales == nullptr ? ordered[n] : ordered[n] * scales[n];
   }
   return true;
 }

@@ -146,21 +146,6 @@ struct FastX {
   const float* scales;   // [block][m]
 };
 
-// out = the vectors of a tile's row in column order
-template <int kPer>
-LOWBIT_INLINE void in_column_order(const float* values, int64_t columns, float* out) {
-  for (int64_t v = 0; v < columns; v += kPer * kLanes) {
-    if constexpr (kPer == 2) {
-      F a, b;
-      join_pairs(load(values + v), load(values + v + kLanes), a, b);
-      store(out + v, a);
-      store(out + v + kLanes, b);
-    } else {
-      for (int i = 0; i < kPer * kLanes; ++i) out[v + i % kLanes * kPer + i / kLanes] = values[v + i];
-    }
-  }
-}
-
 // Writes the sums of the tiles [begin, end) to y, in column order.
 template <typename D, bool kBlocked>
 void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x, int64_t batch,

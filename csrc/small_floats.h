@@ -79,13 +79,17 @@ struct SmallFloats {
   LOWBIT_INLINE F decode(const uint8_t* codes) const { return without_unit(codes) * broadcast(unit); }
 
  private:
+  // The shift moves the magnitude and copies the sign, which stays in the highest bit.
   LOWBIT_INLINE HalfWords half_of_high_bytes(HalfWords codes) const {
-    const uint16_t right = static_cast<uint16_t>(8 - shift), first = static_cast<uint16_t>(nan_from << shift);
-    const uint16_t only = static_cast<uint16_t>(nan_code << 8);
-    const HalfWords magnitude = (codes & 0x7f00) >> right, top = HalfWords{} + first, code = HalfWords{} + only;
-    const HalfWords is_nan =
-        nan_code < 0 ? reinterpret_cast<HalfWords>(magnitude >= top) : reinterpret_cast<HalfWords>(codes == code);
-    return (codes & 0x8000) | magnitude | (is_nan & 0x7e00);
+    using Signed = int16_t __attribute__((vector_size(sizeof(HalfWords))));
+    const uint16_t kept = static_cast<uint16_t>(0x8000 | 0x7f << shift), nan = 0x7e00;
+    const HalfWords half = reinterpret_cast<HalfWords>(reinterpret_cast<Signed>(codes) >> (8 - shift)) & kept;
+    if (nan_code >= 0) {
+      const uint16_t only = static_cast<uint16_t>((nan_code & 0x80) << 8 | (nan_code & 0x7f) << shift);
+      return half | (reinterpret_cast<HalfWords>(half == only) & nan);
+    }
+    const uint16_t first = static_cast<uint16_t>(nan_from << shift);
+    return half | (reinterpret_cast<HalfWords>((half & 0x7fff) >= first) & nan);
   }
 };
 
