@@ -39,9 +39,11 @@ test-more:
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
 
-# What CI runs after `make test`: the second tier without all layouts and pairs, which take longer than CI has.
+# What CI runs after `make test`: the second tier without all layouts and pairs, which take longer than CI has, and the
+# kernels for ARM in an emulator.
 test-ci:
 	$(MAKE) test-tpu-aot test-browser sanitize TIER='-m "not more"'
+	$(MAKE) test-arm
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
 # Which tests of the compilers and sanitizers run; all by default.
