@@ -32,17 +32,17 @@ demo: $(VENV)/demo
 # The first tier: every feature, every format and every rule once, on the newest JAX and on the oldest (tests/tiers.py).
 test: lint tests tests-oldest package
 
-# The second tier: all layouts and pairs, 100 random programs, the compiler of TPU, a browser, damaged files, kills, and
-# sanitizers on the kernels. It repeats nothing of the first.
+# The second tier: all layouts and pairs, 100 random programs, the compiler of TPU, a browser, damaged files, kills,
+# sanitizers on the kernels, and the documentation site. It repeats nothing of the first.
 test-more:
-	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-browser sanitize
+	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-browser sanitize docs
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
 
 # What CI runs after `make test`: the second tier without all layouts and pairs, which take longer than CI has, and the
 # kernels for ARM in an emulator.
 test-ci:
-	$(MAKE) test-tpu-aot test-browser sanitize TIER='-m "not more"'
+	$(MAKE) test-tpu-aot test-browser sanitize docs TIER='-m "not more"'
 	$(MAKE) test-arm
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40

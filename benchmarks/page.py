@@ -3,8 +3,6 @@
 python benchmarks/page.py [PAGE ...]
 
 PAGE: README, formats, performance, sharding, streaming, training, accelerators, checkpoints or quality.
-
-The figure of performance needs matplotlib: pip install 'lowbit[plot]'
 """
 
 import json
@@ -12,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-import quality_figure
+import figures
 from measure import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -188,42 +186,13 @@ def quality_table(name: str) -> str:
     return "\n".join(lines) + "\n\n" + origin(found)
 
 
-def figure(name: str, shape: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    table = speedups(load(name), shape)
-    ours = [p for p in table if p.split()[0] in ("nf4", "int8", "ternary", "binary")]
-    peers = {p: of_m for p, of_m in table.items() if p not in ours and p != "JAX float32"}
-    plt.rcParams["svg.hashsalt"] = "lowbit"
-    fig, axes = plt.subplots(1, 4, figsize=(13, 3.4), sharey=True, layout="constrained")
-    for axis, format in zip(axes, ("nf4", "int8", "ternary", "binary"), strict=True):
-        for arithmetic, style in (("exact", "o-"), ("fast", "s--")):
-            of_m = table.get(f"{format} {arithmetic}", {})
-            axis.plot(list(of_m), list(of_m.values()), style, label=f"lowbit {arithmetic}")
-        if peers:
-            best = {m: max(of_m.get(m, 0) for of_m in peers.values()) for m in next(iter(peers.values()))}
-            axis.plot(list(best), list(best.values()), ":", color="grey", label="best of the other libraries")
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(title=format, xlabel="rows of x", xscale="log", yscale="log")
-        axis.set_xticks(list(of_m), [str(m) for m in of_m])
-    axes[0].set_ylabel("times the speed of JAX float32")
-    axes[0].legend(fontsize=8)
-    fig.savefig(path, metadata={"Date": None})
-
-
 def main() -> None:
     for name in sys.argv[1:] or PAGES:
         page = path_of(name)
         text = page.read_text()
         page.write_text(rendered(text))
-        for figured, shape in re.findall(r"<!-- figure ([\w-]+) (\S+) -->", text):
-            if name in DRAWN:
-                (DOCS / shape).write_text(DRAWN[name](figured))
-            else:
-                figure(figured, shape, DOCS / "performance.svg")
+        for results, file in re.findall(r"<!-- figure ([\w-]+) (\S+) -->", text):
+            (DOCS / file).write_text(DRAWN[name](results))
 
 
 def path_of(page: str) -> Path:
@@ -243,10 +212,11 @@ def rendered(text: str) -> str:
     return text
 
 
-# The figures that are drawn without matplotlib, by page.
+# The figures by page.
 DRAWN = {
-    "quality": lambda name: quality_figure.drawn(load(name)["rows"]),
-    "README": lambda name: quality_figure.front(load(name)["rows"], load("language_model-avx512")),
+    "performance": lambda name: figures.products(speedups(load(name), "4096x4096")),
+    "quality": lambda name: figures.drawn(load(name)["rows"]),
+    "README": lambda name: figures.front(load(name)["rows"], load("language_model-avx512")),
 }
 SHAPED = {"products": product_table, "aot": aot_table}
 TABLES = {

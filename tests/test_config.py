@@ -47,6 +47,8 @@ def test_options_reach_the_format_and_are_refused_where_it_has_no_use_for_them()
     assert_same_bits(quantize(W, QuantizationConfig("int4", **given), scale_dtype=jnp.float16), want)
     np.testing.assert_array_equal(np.asarray(straight_through(W, "int4", **given)), np.asarray(want.materialize()))
     assert QuantizationConfig("int4", scale_dtype=jnp.bfloat16) == QuantizationConfig("int4", scale_dtype="bfloat16")
+    searched = [name for name, row in lowbit.FORMATS.items() if row.layout and row.layout.weighting]
+    assert {"q4", "int2", "int6"} <= {*searched} and "mxfp4" not in searched
     for format, options, message in [
         ("q4", {"double_quant": True}, "double_quant=True is for nf4, not for 'q4'; its scales are in 8 bits already."),
         ("int4", {"double_quant": True}, "double_quant=True is for nf4, not for 'int4'."),
@@ -55,7 +57,7 @@ def test_options_reach_the_format_and_are_refused_where_it_has_no_use_for_them()
         (
             "mxfp4",
             {"search": False},
-            "search=False is for q4, q3, q2, int2, int3, int4, int5, int6, not for 'mxfp4'.",
+            f"search=False is for {', '.join(searched)}, not for 'mxfp4'.",
         ),
         (
             "nvfp4",

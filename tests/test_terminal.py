@@ -164,3 +164,8 @@ def test_bench_compares_with_the_libraries_that_are_there(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("rows", ["a", "1,-2", "0", "1.5", "", "1,"])
 def test_rows_that_are_not_numbers_are_named(rows: str) -> None:
     assert f"--rows {rows!r} must be positive numbers" in run("bench", "--rows", rows, code=1).stderr
+
+
+def test_tables_escape_control_characters() -> None:
+    lines = printing.table_lines(("name", "type"), [("\x1b[2Jtitle\nline é", "F32")], None)
+    assert lines[1].split() == ["\\x1b[2Jtitle\\nline", "é", "F32"]

@@ -1,12 +1,18 @@
 """Check the built site: python docs/site/check.py build/docs
 
-Every relative link and picture leads to a file, every anchor to an element, and nothing is loaded from another host.
+Every relative link and picture leads to a file, every anchor to an element, nothing is loaded from another host, and
+every entry of the reference says something.
 """
 
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+ENTRY = re.compile(
+    r'<h\d id="([^"]+)" class="doc doc-heading">.*?<div class="doc doc-contents[^>]*>(.*?)</div>', re.DOTALL
+)
 
 
 class Page(HTMLParser):
@@ -15,6 +21,7 @@ class Page(HTMLParser):
     def __init__(self, text: str):
         super().__init__()
         self.ids, self.links, self.loads = set[str](), list[str](), list[str]()
+        self.empty = [name for name, contents in ENTRY.findall(text) if not re.sub("<[^>]*>", "", contents).strip()]
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -34,6 +41,7 @@ def faults(site: Path) -> list[str]:
     for path, page in pages.items():
         shown = path.relative_to(site.resolve())
         found += [f"{shown} loads {url} from another host" for url in page.loads if urlsplit(url).netloc]
+        found += [f"{shown} has {name} without a docstring" for name in page.empty]
         for url in page.links + page.loads:
             parts = urlsplit(url)
             if parts.scheme or parts.netloc or shown.name == "404.html":

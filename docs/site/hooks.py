@@ -14,9 +14,16 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing/index.md",
     "SECURITY.md": "security.md",
+    "CITATION.cff": "CITATION.cff",
+    "LICENSE": "LICENSE",
     "benchmarks/results/arm_instructions.md": "arm-instructions.md",
     **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))},
 }
+CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.DOTALL)
+TAG = re.compile(r"(<[^>]*>)")
+# A line must not break inside of these: AVX-512, M = 16, 4096 x 11008, 538 MB.
+UNBROKEN = re.compile(r"\w+-\d[\w.]*|\w = \d+|\d[\d.,]*(?: x \d[\d.,]*)+|\d[\d.,]* (?:%|(?:[kMG]?B|m?s|bits?)\b)")
+SHORT_CODE = re.compile(r"<code>([^<]{1,20}</code>)")
 LINK = re.compile(r"(\]\(|(?:src|href)=\")([^)\"#:]+)(#[^)\"]*)?([)\"])")
 
 
@@ -43,3 +50,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{before}{moved_to}{anchor or ''}{after}"
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark what must stay on one line in cells of tables, and the cells with text that needs some width."""
+
+    def marked(cell: re.Match[str]) -> str:
+        parts = TAG.split(cell[0])
+        text = "".join(parts[::2])
+        parts[::2] = [UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', part) for part in parts[::2]]
+        if len(text) > 24 and parts[1] in ("<td>", "<th>"):
+            parts[1] = parts[1].replace(">", ' class="wordy">')
+        return SHORT_CODE.sub(r'<code class="unbroken">\1', "".join(parts))
+
+    return CELL.sub(marked, html)

@@ -2,7 +2,13 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-try:
-    __version__ = version("lowbit")
-except PackageNotFoundError:  # a source tree on the path, which is not installed
-    __version__ = "0+unknown"
+
+def _installed() -> str:
+    try:
+        return version("lowbit")
+    except PackageNotFoundError:  # a source tree on the path, which is not installed
+        return "0+unknown"
+
+
+__version__ = _installed()
+"""The version of the installed package, for instance "0.1.0"."""

@@ -33,7 +33,7 @@ from .options import (
     Type,
     completed,
 )
-from .printing import listed, print_json, print_table, print_tensors, shape_text
+from .printing import listed, print_json, print_table, print_tensors, printable, shape_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -205,7 +205,8 @@ def compare(
             print_table(("name", "shape", "error", "largest difference"), cells)
             for path, names in missing.items():
                 if names:
-                    typer.echo(f"{len(names)} not in {path}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+                    some = ", ".join(map(printable, names[:5])) + ", ..." * (len(names) > 5)
+                    typer.echo(f"{len(names)} not in {path}: {some}")
         if not all(math.isfinite(r["error"]) for r in rows):
             raise typer.Exit(3)
         if tolerance is not None and (any(missing.values()) or any(r["error"] > tolerance for r in rows)):

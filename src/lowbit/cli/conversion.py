@@ -14,7 +14,7 @@ from lowbit.io._atomic import atomic_write
 from lowbit.models.patterns import Rule
 from lowbit.models.report import Report
 
-from .printing import print_json, print_table
+from .printing import print_json, print_table, printable
 from .progress import counted
 
 
@@ -117,7 +117,7 @@ class Conversion:
     def show(self, file: Any, report: Any, chosen: Sequence[str]) -> None:
         """Print the report, and the rules that were chosen as they can be given again."""
         for name, reason in getattr(file, "dequantized", {}).items():
-            typer.echo(f"lowbit: {name} was dequantized: {reason}.", err=True)
+            typer.echo(f"lowbit: {printable(name)} was dequantized: {reason}.", err=True)
         for pattern in report.unmatched:
             typer.echo(f"lowbit: The pattern {pattern!r} matched no tensor.", err=True)
         if self.as_json:

@@ -44,7 +44,7 @@ def table_lines(
     If it is too wide, the first column, which names the row, is abbreviated in the middle. If less than a third of the
     width is left for it, further columns follow below instead, with the first column again.
     """
-    lines = [tuple(head), *map(tuple, rows)]
+    lines = [tuple(map(printable, line)) for line in (head, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     if width is not None and sum(widths) + _GAP * (len(widths) - 1) > width:
         others = sum(widths[1:]) + _GAP * (len(widths) - 1)
@@ -72,6 +72,11 @@ def _groups(widths: Sequence[int], width: int | None) -> list[list[int]]:
             used = widths[0] + _GAP + own
         groups[-1].append(i)
     return groups
+
+
+def printable(text: str) -> str:
+    """Text with control characters as escapes: names from a file must not control the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def abbreviated(text: str, width: int) -> str:

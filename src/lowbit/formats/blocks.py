@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 WHOLE = 0
+"""The span of a scale that covers a whole axis."""
 _RUN = 64  # elements that are added at a time
 
 

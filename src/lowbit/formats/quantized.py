@@ -25,6 +25,7 @@ from .table import Format, format_of
 
 # Components are frozen fields that are passed by their documented names, so one `__init__` serves every format.
 stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+"""Decorator for a class of quantized arrays: a frozen dataclass that keeps the constructor of `QuantizedArray`."""
 
 
 @stored

@@ -469,6 +469,7 @@ def materialize(tree: Any) -> Any:
 
 
 def dense(x: Any) -> Any:
+    """The dense array of an implicit array, also of a nested one; anything else unchanged."""
     while isinstance(x, ImplicitArray):
         x = x.materialize()
     return x

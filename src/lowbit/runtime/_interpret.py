@@ -52,6 +52,7 @@ def implicit(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 use_implicit = implicit
+"""eformer's name for `implicit`."""
 
 
 def run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

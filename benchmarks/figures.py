@@ -1,4 +1,4 @@
-"""KL against bits, and speed against float32, drawn from results files as SVG. Readable on light and dark pages."""
+"""Figures drawn from results files as SVG, for light and dark pages: KL against bits, and speed against float32."""
 
 import dataclasses
 import math
@@ -10,11 +10,14 @@ text { font: 12px system-ui, sans-serif; fill: #24292f } .title { font-weight: 6
 .back { fill: #ffffff } .grid { stroke: #d8dee4 } .soft { fill: #57606a }
 .plain { fill: #ffffff; stroke: #0969da; stroke-width: 1.5 } .calibrated { fill: #0969da; stroke: #0969da }
 .allocated { fill: #1a7f37 } .peer { fill: #bc4c00 } .gain { stroke: #0969da; stroke-dasharray: 3 3 }
+.line { fill: none; stroke-width: 2 } .exact { stroke: #8c959f } .fast { stroke: #0969da }
+.others { stroke: #bc4c00; stroke-dasharray: 2 3 }
 .ours { fill: #0969da } .float32 { fill: #8c959f } .prompt { fill-opacity: 0.45 }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6edf3 } .back { fill: #0d1117 } .grid { stroke: #30363d } .soft { fill: #9198a1 }
 .plain { fill: #0d1117; stroke: #58a6ff } .calibrated { fill: #58a6ff; stroke: #58a6ff }
 .allocated { fill: #3fb950 } .peer { fill: #f0883e } .gain { stroke: #58a6ff }
+.exact { stroke: #848d97 } .fast { stroke: #58a6ff } .others { stroke: #f0883e }
 .ours { fill: #58a6ff } .float32 { fill: #848d97 }
 }
 </style>"""
@@ -143,6 +146,40 @@ def speed(found: dict, box: Box) -> list[str]:
         out.append(text(box.left + x + 14, y + 9, words))
     machine = f"SmolLM2-135M, {found['machine']['cores']} cores, {found['machine']['instruction set of lowbit']}"
     return [*out, text(box.left - 80, y + 28, machine, kind="soft")]
+
+
+def products(table: dict[str, dict[int, float]], formats: Sequence[str] = ("q4", "nf4", "int8", "ternary")) -> str:
+    """Speed-ups (product -> rows -> times float32) against the rows of x, a panel for each format."""
+    ours = [product for product in table if product.endswith((" exact", " fast")) and product.split()[0] in formats]
+    peers = [of for product, of in table.items() if product.startswith(("onnxruntime", "OpenVINO"))]
+    rows = list(table[ours[0]])
+    best = {m: max(of[m] for of in peers) for m in rows} if peers else {}
+    most = max(value for of in [best, *(table[product] for product in ours)] for value in of.values())
+    out = [text(44, 20, "Times the speed of float32, against the rows of x", kind="title")]
+    for i, format in enumerate(formats):
+        box = Box(44 + 216 * i, 56, 190, 190)
+
+        def at(m: float, times: float, box: Box = box) -> tuple[float, float]:
+            across, down = math.log(m) / math.log(rows[-1]), 1 - math.log(times) / math.log(most)
+            return box.left + across * box.width, box.top + down * box.height
+
+        out.append(text(box.left, box.top - 10, format))
+        for times in ticks(1, most):
+            y = at(1, times)[1]
+            out.append(f'<path class="grid" d="M{box.left} {y:.1f}h{box.width}"/>')
+            out += [text(box.left - 6, y + 4, f"{times:g}", "end")] * (i == 0)
+        out += [text(at(m, 1)[0], box.top + box.height + 17, f"{m}", "middle") for m in rows]
+        lines = {"others": best, "exact": table.get(f"{format} exact", {}), "fast": table.get(f"{format} fast", {})}
+        for kind, of in lines.items():
+            points = " ".join("{:.1f},{:.1f}".format(*at(m, max(times, 1))) for m, times in of.items())
+            out.append(f'<polyline class="line {kind}" points="{points}"/>')
+    for x, kind, words in (
+        (0, "exact", "lowbit, exact"),
+        (130, "fast", "lowbit, fast"),
+        (250, "others", "the fastest of onnxruntime and OpenVINO at 4 and 8 bits"),
+    ):
+        out += [f'<path class="line {kind}" d="M{44 + x} 286h22"/>', text(72 + x, 290, words)]
+    return svg(900, 300, "Speed against the rows of x for each format", out)
 
 
 def kind_of(name: str) -> str:
