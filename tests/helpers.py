@@ -110,6 +110,11 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
             assert error <= tolerance, f"relative error {error}"
 
 
+def together(*programs: Any) -> Any:
+    """Several programs compiled as one, which takes less time than each alone; their results are dequantized."""
+    return jax.jit(lambda *operands: [lowbit.materialize(lowbit.implicit(program)(*operands)) for program in programs])
+
+
 def assert_same_bits(a: QuantizedArray, b: QuantizedArray) -> None:
     """Assert that two arrays have the same stored bits."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
