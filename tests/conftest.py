@@ -1,3 +1,4 @@
+import gc
 import itertools
 import os
 import platform
@@ -25,23 +26,23 @@ collect_ignore = ["gpu_aot.py", "kill.py", "cli_helpers.py", "eformer_helpers.py
 
 pytest_generate_tests = tiers.parametrize_layouts
 
-# All processes of a run share JAX's compilation cache: workers, and the programs that tests start, compile many equal
-# programs. Compiling the smallest takes 19 ms, reading it 2 ms. JAX_COMPILATION_CACHE_DIR names a directory that stays.
-CACHE = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
-}
+# The workers of a run share JAX's compilation cache, since they compile many equal programs. Compiling the smallest
+# takes 19 ms, reading it 2 ms. LOWBIT_TEST_COMPILED names a directory that stays. Programs that tests start do without.
+COMPILED = "LOWBIT_TEST_COMPILED"
 _temporary_cache: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker inherits that of the first process
+    if COMPILED not in os.environ:  # a worker inherits that of the first process
         _temporary_cache.append(tempfile.mkdtemp(prefix="lowbit-compiled-"))
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = _temporary_cache[0]
-    os.environ.update({name: str(value) for name, value in CACHE.items()})
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    for name, value in CACHE.items():
-        jax.config.update(name.lower(), value)
+        os.environ[COMPILED] = _temporary_cache[0]
+    jax.config.update("jax_compilation_cache_dir", os.environ[COMPILED])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # modules and tests stay, so that the collector need not visit them
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -414,7 +414,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as compiled:
         # Most programs are the same with a fault as without; tests/conftest.py shares what is compiled.
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", compiled)
+        os.environ.setdefault("LOWBIT_TEST_COMPILED", compiled)
         return check(args)
 
 
