@@ -71,20 +71,21 @@ tests: $(VENV)/test
 tests-more: $(VENV)/test
 	$(VENV)/bin/python $(PYTEST) -m more
 
-# What meets JAX itself: runtime, rules, transformations, shardings.
-MEETS_JAX := runtime register policy unknown_jax control rules transforms outside kernels cpu file_layouts permuted
+# What meets JAX itself: runtime, rules, transformations, shardings. Each once: the formats do not depend on the version.
+MEETS_JAX := runtime register policy unknown_jax control rules transforms outside kernels cpu permuted
 ON_OLDEST := $(MEETS_JAX) sharding groups convolution lora tree
 tests-oldest: $(OLDEST)/test
-	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
+	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more and not newest" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
 
-# The rest of the first tier, without what does not depend on the version: frameworks, files, pages, and the kernels
-# called raw.
+# The rest of the first tier, in the other layouts too, without what does not depend on the version: frameworks, files,
+# pages, and the kernels called raw.
 ANY_VERSION := frameworks nnx_state examples native native_encode pages eformer eformer_runtime tokenizer demo package config new_format qat qlora \
   files files_like files_sharded files_writing files_damaged files_forged processes serialization readers report \
   safetensors bitsandbytes huggingface_dir gguf gguf_writer gguf_blocks gguf_model exchange_damaged \
   checkpoints checkpoints_damaged checkpoints_llama checkpoint_writers load_mapping gptq calibration_choice calibrated_files histogram \
   cli cli_directories terminal sampling stream stream_resume stream_directories tpu gpu
 tests-oldest-more: $(OLDEST)/test
+	$(OLDEST)/bin/python $(PYTEST) -m "newest and not frameworks" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
 	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more" \
 	  $(addprefix --ignore tests/test_,$(addsuffix .py,$(ANY_VERSION) $(ON_OLDEST))) tests
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,16 +59,34 @@ def _every_format(*ways: tuple[int, int | None]) -> list[Layout]:
     return [Layout(name, axis, block, options) for name, options in rows for axis, block in ways]
 
 
+# No shape is that of an activation.
+SHAPES = {"w": (K, N), "square": (K, K), "stack": (LAYERS, K, K), "heads": (K, 4, 32)}
+
+
+class Weights(Mapping[str, QuantizedArray]):
+    """Quantized arrays for the features, each made when it is first asked for."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.made: dict[str, QuantizedArray] = {}
+
+    def __getitem__(self, name: str) -> QuantizedArray:
+        if name not in self.made:
+            key = jax.random.fold_in(jax.random.key(1), [*SHAPES].index(name))
+            size = 1 / 8 if name in ("square", "stack") else 1.0  # activations pass through these several times
+            self.made[name] = self.layout.quantize(jax.random.normal(key, SHAPES[name]) * size)
+        return self.made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SHAPES)
+
+    def __len__(self) -> int:
+        return len(SHAPES)
+
+
 @functools.cache
-def weights(layout: Layout) -> dict[str, QuantizedArray]:
-    """Quantized arrays for the features. No shape is that of an activation."""
-    w, square, stack, heads = jax.random.split(jax.random.key(1), 4)
-    return {
-        "w": layout.quantize(jax.random.normal(w, (K, N))),
-        "square": layout.quantize(jax.random.normal(square, (K, K)) / 8),
-        "stack": layout.quantize(jax.random.normal(stack, (LAYERS, K, K)) / 8),
-        "heads": layout.quantize(jax.random.normal(heads, (K, 4, 32))),
-    }
+def weights(layout: Layout) -> Weights:
+    return Weights(layout)
 
 
 def activations() -> jax.Array:
@@ -89,6 +108,11 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
             scale = max(np.nanmax(np.abs(w), initial=0), 1e-30)
             error = np.nanmax(np.abs(g - w), initial=0) / scale
             assert error <= tolerance, f"relative error {error}"
+
+
+def together(*programs: Any) -> Any:
+    """Several programs compiled as one, which takes less time than each alone; their results are dequantized."""
+    return jax.jit(lambda *operands: [lowbit.materialize(lowbit.implicit(program)(*operands)) for program in programs])
 
 
 def assert_same_bits(a: QuantizedArray, b: QuantizedArray) -> None:

@@ -412,6 +412,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--skip-sound", action="store_true", help="do not run the tests on the sources as they are")
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as compiled:
+        # Most programs are the same with a fault as without; tests/conftest.py shares what is compiled.
+        os.environ.setdefault("LOWBIT_TEST_COMPILED", compiled)
+        return check(args)
+
+
+def check(args: argparse.Namespace) -> int:
     import jax  # before the forks
     import pytest
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from cli_helpers import huggingface_dir, left_over, run
 from test_demo import tiny_file
 
@@ -84,6 +85,7 @@ def test_the_model_passes_through_memory_once(folder: Path, tmp_path: Path, monk
     assert (tmp_path / "out" / "README.md").read_text() == "tiny"
 
 
+@tiers.MORE
 def test_reports_have_output_errors(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "int8.gguf"
     given = ("quantize", folder / "tiny.gguf", target, "--format", "int8:block_size=32,scale_dtype=float16")
@@ -99,6 +101,7 @@ def test_a_budget_that_is_too_small_leaves_diagonals(folder: Path, tmp_path: Pat
         *given, "--budget", "40kB", "--report", page
     ).output  # two matrices of 64 x 64 in float32 are 33 kB, of 96 x 96 are 74 kB
     assert text.count("scales for its inputs") == 2 and text.count("; GPTQ") == 13
+    assert "output error" in text and len(re.findall(r"0\.\d{6} -> 0\.\d{6}", text)) == 15
     data = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.read_text())
     rows = json.loads(data[1])["rows"] if data else []
     assert sum(row["output_after"] is not None for row in rows) == 15 and "Output error" in page.read_text()
@@ -166,7 +169,10 @@ def test_chunks_of_a_matrix_have_its_bits(tmp_path: Path, monkeypatch: pytest.Mo
 # --- formats for a size
 
 
-@pytest.mark.parametrize("goal", [("--bits", "4.4"), ("--size", "62kB")])
+GOALS = [(("--bits", "4.4"),), (("--size", "62kB"),)]
+
+
+@pytest.mark.parametrize("goal", tiers.tiered(GOALS, GOALS[:1]))
 def test_formats_are_chosen_for_bits_or_a_size(goal: tuple[str, str], folder: Path, tmp_path: Path) -> None:
     given = ("quantize", folder / "tiny.gguf", tmp_path / "out", *goal, "--tokens", 512)
     result = run(*given, "--format", "q2,q4,int8", "--json")
@@ -186,6 +192,7 @@ def test_formats_are_chosen_for_bits_or_a_size(goal: tuple[str, str], folder: Pa
     assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()
 
 
+@tiers.MORE
 def test_rules_come_before_chosen_formats_and_a_text_rounds(folder: Path, tmp_path: Path) -> None:
     given = ("quantize", folder / "tiny.gguf", tmp_path / "out", "--bits", "4.5", "--rule", "*embd*=int8")
     text = run(*given, *calibrate(folder)).output

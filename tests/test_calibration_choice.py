@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 import lowbit
 from lowbit import allocate, compare_outputs
@@ -57,7 +58,7 @@ def model(params: Any, x: jax.Array) -> jax.Array:
     return sum((jnp.tanh(x * params["norm"] @ params[f"w{i}"]) * 10.0 ** (i - 2) for i in range(4)), jnp.zeros(()))
 
 
-@pytest.mark.parametrize("bits", [3.0, 4.0, 5.0])
+@pytest.mark.parametrize("bits", tiers.tiered([3.0, 4.0, 5.0], [4.0]))
 def test_it_keeps_to_the_bits_and_beats_one_format(bits: float) -> None:
     rules = allocate(PARAMS, fn=model, batches=BATCHES, bits=bits, formats=("q2", "q3", "q4", "int8"))
     quantized, report = lowbit.quantize_tree(PARAMS, rules)

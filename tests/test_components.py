@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Layout, assert_close, assert_same_bits
+import tiers
+from helpers import AFFINE, Layout, assert_close, assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -69,6 +70,8 @@ PROGRAMS = {
 }
 
 
+# Scales, group scales, offsets.
+@pytest.mark.first(Layout("int8", -2, None), tiers.ONE, Layout("int4", -2, None, AFFINE))
 @pytest.mark.parametrize("dtype", NARROW, ids=lambda dtype: dtype.__name__)
 def test_narrow_scales_give_the_numbers_of_the_same_scales_in_float32(any_layout: Layout, dtype: Any) -> None:
     narrow, wide = pair(any_layout, dtype)
@@ -97,7 +100,7 @@ def test_moving_keeps_the_dtype_of_the_scales(move: str, layout: Layout) -> None
     rows = narrow.block_size == 64 and move in ("slice_of_rows", "split")  # not on the border of a block
     moved = MOVES["slice_of_columns" if rows else move]
     with lowbit.materialization("error"):
-        got, want = (implicit(moved)(w) for w in (narrow, wide))
+        got, want = (jax.jit(implicit(moved))(w) for w in (narrow, wide))
     # Scale codes of declared formats are decoded where they cannot be moved with their group scales.
     decoded = float_scales(narrow) is not narrow.scales and float_scales(got) is got.scales
     assert float_scales(got).dtype == (jnp.float32 if decoded else jnp.bfloat16)
@@ -142,7 +145,7 @@ def test_scales_of_scales_may_be_narrow(dtype: Any) -> None:
 on_tpu = partial(tpu.kernel.matmul, chip="TPU v5")
 
 
-@pytest.mark.parametrize("contract", [-2, -1])
+@pytest.mark.parametrize("contract", tiers.tiered([-2, -1], [-2]))
 def test_narrow_scales_in_the_kernels_of_accelerators(layout: Layout, contract: int) -> None:
     narrow, wide = pair(layout, jnp.bfloat16, (128, 256))
     x = normal(5, narrow.shape[contract])

@@ -1,5 +1,6 @@
 """The native CPU kernels as the library uses them. Their own arithmetic is tested in test_native.py."""
 
+import itertools
 import os
 import platform
 import shutil
@@ -134,31 +135,40 @@ def test_fast_products_are_near(format: str, axis: int) -> None:
     assert_close(grad, dense)
 
 
+# Scales along the last axis and along the one before alternate; all formats along both in the second tier.
+ALTERNATING = [*zip(tiers.MECHANISMS, itertools.cycle((-1, -2)), strict=False)]
+LAYOUTS = {"each mechanism": ALTERNATING, "all": [*itertools.product(lowbit.FORMATS, (-1, -2))]}
+
+
 @native
-def test_on_one_device_rows_and_codes_come_from_the_library() -> None:
+@pytest.mark.parametrize("which", tiers.tiered(LAYOUTS, ["each mechanism"]))
+def test_on_one_device_rows_and_codes_come_from_the_library(which: str) -> None:
     code = """
         import jax, jax.numpy as jnp, numpy as np, lowbit
         from lowbit.ops.squares import squares
         assert jax.device_count() == 1 and lowbit.is_kernel_available()
         w = jax.random.normal(jax.random.key(0), (192, 200))
         ids = jnp.array([[3, 191, 0], [5, 5, -1]])
-        for format in lowbit.FORMATS:
-            for axis in (-1, -2):
-                config = lowbit.QuantizationConfig(format, axis=axis)
-                q = lowbit.quantize(w, config)
-                with lowbit.use_kernel(False):
-                    other = lowbit.quantize(w, config)
-                for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(other), strict=True):
-                    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-                look_up = jax.jit(lambda q, ids: q[ids])
-                assert "lowbit_take" in look_up.lower(q, ids).compile().as_text()
-                np.testing.assert_array_equal(np.asarray(look_up(q, ids)), np.asarray(q.materialize()[ids]))
-                np.testing.assert_array_equal(np.asarray(jax.vmap(lambda i: q[i])(ids)), np.asarray(look_up(q, ids)))
-                lost, size = jax.jit(squares)(q, w)
-                assert "lowbit_squares" in jax.jit(squares).lower(q, w).compile().as_text()
-                np.testing.assert_allclose(lost, np.sum((q.materialize() - w) ** 2, -1), rtol=1e-4)
-                np.testing.assert_allclose(size, np.sum(w**2, -1), rtol=1e-5)
-                np.testing.assert_allclose(sum(squares(q.T, w.T)[0]), sum(lost), rtol=1e-5)
+        values = np.asarray(w)
+        for format, axis in layouts:
+            config = lowbit.QuantizationConfig(format, axis=axis)
+            q = lowbit.quantize(w, config)
+            with lowbit.use_kernel(False):
+                other = lowbit.quantize(w, config)
+            for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(other), strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+            dense = np.asarray(q.materialize())
+            look_up = jax.jit(lambda q, ids: q[ids]).lower(q, ids).compile()
+            assert "lowbit_take" in look_up.as_text()
+            np.testing.assert_array_equal(np.asarray(look_up(q, ids)), dense[np.asarray(ids)])
+            each = jax.jit(jax.vmap(lambda q, i: q[i], (None, 0)))
+            np.testing.assert_array_equal(np.asarray(each(q, ids)), np.asarray(look_up(q, ids)))
+            measure = jax.jit(squares).lower(q, w).compile()
+            assert "lowbit_squares" in measure.as_text()
+            lost, size = map(np.asarray, measure(q, w))
+            np.testing.assert_allclose(lost, np.sum((dense - values) ** 2, -1), rtol=1e-4)
+            np.testing.assert_allclose(size, np.sum(values**2, -1), rtol=1e-5)
+            np.testing.assert_allclose(np.sum(jax.jit(squares)(q.T, w.T)[0]), np.sum(lost), rtol=1e-5)
         assert "lowbit_encode" in jax.jit(lowbit.quantize).lower(w).compile().as_text()
         for format in ("q4", "q3", "q2", "int4", "int6"):
             searched = jax.jit(lambda w, format=format: lowbit.quantize(w, format)).lower(w).compile()
@@ -173,20 +183,25 @@ def test_on_one_device_rows_and_codes_come_from_the_library() -> None:
         np.testing.assert_allclose(got, x @ stack.materialize(), atol=1e-4)
         print("done")
     """
-    done = run(code)
+    done = run(f"layouts = {LAYOUTS[which]}\n" + textwrap.dedent(code))
     assert done.stdout.strip() == "done", done.stderr
 
 
+NAMES = {"all": [*lowbit.FORMATS], "each mechanism": tiers.MECHANISMS}
+NARROW = [(jnp.bfloat16, "all"), (jnp.float16, "each mechanism"), (jnp.float16, "all")]
+
+
 @native
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_activations_and_results(dtype) -> None:
+@pytest.mark.parametrize(("dtype", "which"), tiers.tiered(NARROW, NARROW[:2]))
+def test_narrow_activations_and_results(dtype, which: str) -> None:
     x = jax.random.normal(jax.random.key(0), (6, 128)).astype(dtype)
     w = (jax.random.normal(jax.random.key(1), (128, 72)) / 8).astype(dtype)
-    for format in lowbit.FORMATS:
+    right = jax.jit(reference.matmul)
+    for format in NAMES[which]:
         q = lowbit.quantize(w, lowbit.QuantizationConfig(format, axis=-2))
         assert q.dtype == dtype
         y = x @ q
-        exact = reference.matmul(Product(x, q, -2, jnp.float32))
+        exact = right(Product(x, q, -2, jnp.float32))
         assert y.dtype == dtype
         assert_close(y, exact.astype(dtype), 2 * float(jnp.finfo(dtype).eps))
     assert {"matmul", "take", "encode"} <= set(dispatch._kernels)

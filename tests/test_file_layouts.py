@@ -1,12 +1,14 @@
 """Layouts of other projects' files: group scales of superblocks, offsets in codes, zero points."""
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_same_bits
+import tiers
+from helpers import assert_close, assert_same_bits, together
 
 import lowbit
 from lowbit.formats import pack
@@ -96,8 +98,10 @@ def test_values_are_those_of_the_formula_to_the_bit(name: str) -> None:
     assert q.T.shape == (K, N) and repr(q.format_name) in repr(q)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("name", ["int2", "int3", "int4"])
+ZEROS = [*itertools.product(["int2", "int3", "int4"], [jnp.float32, jnp.float16, jnp.bfloat16])]
+
+
+@pytest.mark.parametrize(("name", "dtype"), tiers.tiered(ZEROS, ZEROS[::4]))  # each name and each dtype once
 def test_zero_points(name: str, dtype: Any) -> None:
     q, want = zero_points(dtype, name)
     np.testing.assert_array_equal(q.materialize(), want)
@@ -110,24 +114,27 @@ def test_zero_points(name: str, dtype: Any) -> None:
 def test_products_slices_and_gradients_agree_with_the_dense_array(name: str) -> None:
     q, w = case(name)
     x, y = (jnp.asarray(RNG.standard_normal((3, n)), jnp.float32) for n in (K, N))
+    cotangents = [jnp.asarray(RNG.standard_normal(along), jnp.float32) for along in ((3, N), (N, 3))]
+
+    @jax.jit
+    @lowbit.implicit
+    def products(w: Any, x: jax.Array, y: jax.Array, cotangents: Any) -> Any:
+        fns = (lambda x: x @ w.T, lambda x: jnp.einsum("nk,bk->nb", w, x))
+        backward = [jax.vjp(fn, x)[1](cotangent) for fn, cotangent in zip(fns, cotangents, strict=True)]
+        return x @ w.T, y @ w, backward
+
+    moved = (
+        lambda w: w[4:8],
+        lambda w: w[:, 256:],
+        lambda w: w[:, 128:384],
+        lambda w: w.reshape(4, N // 4, K),
+        lambda w: jnp.concatenate([w, w]),
+        lambda w: w[:, None].transpose(1, 2, 0),
+    )
     with lowbit.materialization("error"):
-        assert_close(x @ q.T, x @ w.T)
-        assert_close(y @ q, y @ w)
-        for fn, along in ((lambda w, x: x @ w.T, (3, N)), (lambda w, x: jnp.einsum("nk,bk->nb", w, x), (N, 3))):
-            cotangent = jnp.asarray(RNG.standard_normal(along), jnp.float32)
-            (got,) = jax.vjp(lambda x, fn=fn: lowbit.implicit(fn)(q, x), x)[1](cotangent)
-            (want,) = jax.vjp(lambda x, fn=fn: fn(w, x), x)[1](cotangent)
-            assert_close(got, want)
-        moved = (
-            lambda w: w[4:8],
-            lambda w: w[:, 256:],
-            lambda w: w[:, 128:384],
-            lambda w: w.reshape(4, N // 4, K),
-            lambda w: jnp.concatenate([w, w]),
-            lambda w: w[:, None].transpose(1, 2, 0),
-        )
-        for fn in moved:
-            np.testing.assert_array_equal(lowbit.implicit(fn)(q).materialize(), fn(w))
+        assert_close(products(q, x, y, cotangents), products(w, x, y, cotangents))
+        for got, fn in zip(together(*moved)(q), moved, strict=True):
+            np.testing.assert_array_equal(got, fn(w))
 
 
 @pytest.mark.parametrize("name", ["q4_k", "iq4_xs"])

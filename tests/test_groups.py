@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import Layout, assert_close
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -192,13 +193,14 @@ def test_inside_shard_map() -> None:
 
 def test_steps_visit_every_row_once() -> None:
     w, _ = experts()
+    steps_of = jax.jit(groups.steps_of, static_argnums=1)
     for sizes in [*SIZES, [5, 9, 9, 9]]:
         product = Product(normal(1, ROWS, K), w, -2, jnp.float32, sizes=jnp.array(sizes))
         ends = np.minimum(np.cumsum(sizes), ROWS)
         want = [int(np.searchsorted(ends, row, side="right")) for row in range(ROWS)]
         for tile in (1, 3, 8, 20, 64):
             found: list[Any] = [None] * ROWS
-            steps = groups.steps_of(product, tile)
+            steps = steps_of(product, tile)
             assert len(steps.tile) == groups.step_count(product, tile)
             assert (np.diff(steps.tile) >= 0).all()  # visits of a tile follow each other
             for at, matrix, begin, end in zip(*map(np.asarray, steps), strict=True):
@@ -209,9 +211,11 @@ def test_steps_visit_every_row_once() -> None:
             assert found == want
 
 
-@pytest.mark.parametrize(
-    ("blocks", "contract"), [(Layout("nf4", -2, 64), -2), (Layout("int8", -1, None), -2), (Layout("q4", -1, 32), -1)]
-)
+# Scales along the sum and across it; the first tier has scale codes and group scales too.
+KERNELS = [(Layout("nf4", -2, 64), -2), (Layout("int8", -1, None), -2), (Layout("q4", -1, 32), -1)]
+
+
+@pytest.mark.parametrize(("blocks", "contract"), tiers.tiered(KERNELS, KERNELS[::2], KERNELS[:1]))
 def test_kernels_of_accelerators(blocks: Layout, contract: int) -> None:
     k, n = 128, 256
     w = blocks.quantize(normal(0, 2, E, *((k, n) if contract == -2 else (n, k)))).replace(index=jnp.int32(1))
@@ -220,6 +224,6 @@ def test_kernels_of_accelerators(blocks: Layout, contract: int) -> None:
     x = normal(1, 150, k)
     for sizes in ([3, 0, 130, 5], [0, 0, 0, 150]):
         product = Product(x, w, contract, jnp.float32, arithmetic="exact", sizes=jnp.array(sizes))
-        want = reference.matmul(product)
+        want = jax.jit(reference.matmul)(product)
         assert_close(on_gpu(product), want, 1e-5)
         assert_close(on_tpu(product), want, 1e-5)

@@ -1,6 +1,7 @@
 """Adapters over frozen weights: equal to the dense sum in every program, fused, and trained alone."""
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from features import ALL, FUSED
+import tiers
+from features import ALL, FUSED, used
 from helpers import LAYERS, ROWS, K, Layout, N, activations, assert_close, assert_same_bits, layouts, weights
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -34,11 +36,12 @@ def adapted(params: Any, rules: Any = "*", rank: int = 3, **options: Any) -> Any
 
 
 @functools.cache
-def adapted_weights(layout: Layout) -> dict[str, LoraArray]:
-    return adapted(weights(layout))
+def adapted_weight(layout: Layout, name: str) -> LoraArray:
+    return adapted({name: weights(layout)[name]})[name]
 
 
-# Features for which adapters have a rule, or whose components enter or leave an inner program. Formats alternate.
+# Features for which adapters have a rule, or whose components enter or leave an inner program. In the second tier,
+# formats alternate.
 FEATURES = """
     matmul_left matmul_right einsum_weight_first einsum_heads einsum_batched einsum_batch_in_the_middle
     tensordot_two_axes preferred_element_type tied_head embedding_out_of_bounds columns_by_index slices dynamic_slices
@@ -48,10 +51,14 @@ FEATURES = """
 """.split()
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_equals_the_dense_program(feature: str) -> None:
-    layout = layouts()[FEATURES.index(feature) % len(layouts())]
-    x, p = activations(), adapted_weights(layout)
+ONE = [(feature, tiers.ONE) for feature in FEATURES]
+ALTERNATING = zip(FEATURES, itertools.cycle(layouts()), strict=False)
+WAYS = tiers.tiered([*ONE, *(row for row in ALTERNATING if row not in ONE)], ONE)
+
+
+@pytest.mark.parametrize(("feature", "way"), WAYS, ids=str)
+def test_a_feature_equals_the_dense_program(feature: str, way: Layout) -> None:
+    x, p = activations(), {name: adapted_weight(way, name) for name in used(feature)}
     want = DENSE[feature](x, lowbit.materialize(p))
     with lowbit.materialization("error" if feature in FUSED else "allow"):
         traced = jax.jit(implicit(ALL[feature])).trace(x, p)
@@ -71,7 +78,8 @@ def test_a_new_adapter_does_not_change_the_output() -> None:
 
 
 def test_a_product_from_either_side_is_that_of_base_and_factors() -> None:
-    p, x, y = adapted_weights(layouts()[0]), activations(), jnp.ones((ROWS, N))
+    p = {name: adapted_weight(layouts()[0], name) for name in ("w", "stack")}
+    x, y = activations(), jnp.ones((ROWS, N))
     stacked = jnp.stack([x] * LAYERS)
     for fn, arg, name in (
         (lambda w, x: x @ w, x, "w"),
@@ -223,10 +231,10 @@ def test_only_the_adapters_have_gradients_and_no_base_is_built() -> None:
 
 
 def test_slicing_layers_and_rows_outside_implicit() -> None:
-    x, p = activations(), adapted_weights(layouts()[0])
-    square = p["square"]
-    got = jax.vmap(lambda w: x @ w)(p["stack"])  # JAX slices every component
-    assert_close(got, x @ p["stack"].materialize())
+    x = activations()
+    square, stack = (adapted_weight(layouts()[0], name) for name in ("square", "stack"))
+    got = jax.vmap(lambda w: x @ w)(stack)  # JAX slices every component
+    assert_close(got, x @ stack.materialize())
     rows = implicit(lambda w: lax.scan(lambda c, row: (c, row * 2), 0.0, w)[1])
     with lowbit.materialization("allow"):
         assert_close(rows(square), square.materialize() * 2)
@@ -370,7 +378,7 @@ def test_adapters_are_sharded_like_the_base() -> None:
 
 
 def test_experts_in_groups_of_rows() -> None:
-    w = adapted_weights(layouts()[0])["stack"]
+    w = adapted_weight(layouts()[0], "stack")
     x, sizes = jnp.tile(activations(), (2, 1)), jnp.array([3, 0, 2 * ROWS - 3])
     with lowbit.materialization("error"):
         got = implicit(lax.ragged_dot)(x, w, sizes)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from native_helpers import LIBRARY, Stored, squares, stored_length
 
 from lowbit.formats import int8, nf4, onebit, packed
@@ -40,17 +41,31 @@ def by_jax(array, format, spans):
     return onebit._by_jax(array, spans, kind, threshold=None, scaled=True, absmean=format == "absmean")
 
 
+WHOLE, FLOATS = [(0, 1), (1, 0), (0, 0)], (jnp.float32, jnp.bfloat16, jnp.float16)
+BLOCKS = [(64, 1), (1, 64), (16, 16), (1, 5), (130, 70)]
+ENCODED = {
+    # Blocks along each axis and both, one scale for each row, column and matrix; each dtype; parts that are joined; a
+    # matrix smaller than a vector of the machine.
+    "each once": [
+        *itertools.product([(2, 131, 77)], [(64, 1), (1, 5), (16, 16), *WHOLE], [FLOATS[:1]]),
+        ((2, 131, 77), (1, 64), FLOATS),
+        ((1, 700, 1100), (0, 1), FLOATS[:1]),
+        ((1, 20, 5), (0, 0), FLOATS[:1]),
+    ],
+    "all": [
+        *itertools.product([(2, 131, 77)], [*BLOCKS, *WHOLE], [FLOATS]),
+        *itertools.product([(1, 64, 520)], [*BLOCKS, *WHOLE], [FLOATS[:1]]),
+        *itertools.product([(1, 700, 1100)], [(0, 1), (0, 0), (300, 1)], [FLOATS[:1]]),  # parts that are joined
+        *itertools.product([(1, 20, 5), (2, 1, 63), (1, 9, 1000)], WHOLE, [FLOATS[:1]]),
+    ],
+}
+
+
+@pytest.mark.parametrize("cases", tiers.tiered(ENCODED, ["each once"]))
 @pytest.mark.parametrize("format", PER_BYTE)
-def test_encode_gives_the_bits_of_the_format(target, format):
+def test_encode_gives_the_bits_of_the_format(target, format, cases):
     rng = np.random.default_rng(0)
-    whole, floats = [(0, 1), (1, 0), (0, 0)], (jnp.float32, jnp.bfloat16, jnp.float16)
-    blocks = [(64, 1), (1, 64), (16, 16), (1, 5), (130, 70)]
-    for shape, spans, dtypes in [
-        *itertools.product([(2, 131, 77)], [*blocks, *whole], [floats]),
-        *itertools.product([(1, 64, 520)], [*blocks, *whole], [floats[:1]]),
-        *itertools.product([(1, 700, 1100)], [(0, 1), (0, 0), (300, 1)], [floats[:1]]),  # parts that are joined
-        *itertools.product([(1, 20, 5), (2, 1, 63), (1, 9, 1000)], whole, [floats[:1]]),
-    ]:
+    for shape, spans, dtypes in ENCODED[cases]:
         x = rng.standard_normal(shape).astype(np.float32)
         if shape[1] > 60 and shape[2] > 70:
             # Zeros, subnormal numbers and their neighbours, numbers near the largest, NaN and infinity.
@@ -86,17 +101,24 @@ def search(target, monkeypatch):
     return run
 
 
+SEARCHED = [
+    ((2, 131, 77), (32, 1), jnp.float32, np.float32),
+    ((1, 64, 520), (1, 32), jnp.float32, jnp.float16),
+    ((1, 70, 90), (16, 1), jnp.bfloat16, jnp.bfloat16),
+    ((3, 33, 65), (1, 64), jnp.float16, np.float32),
+    ((1, 50, 40), (0, 1), jnp.float32, np.float32),
+    ((1, 40, 50), (1, 20), jnp.float32, np.float32),
+]
+
+
+CASES = {"along each axis": SEARCHED[:2], "others": SEARCHED[2:]}
+
+
+@pytest.mark.parametrize("cases", tiers.tiered(CASES, ["along each axis"]))
 @pytest.mark.parametrize("name", ["q4", "q3", "q2", "int4", "int6"])
-def test_search_gives_the_bits_of_the_format(search, name):
+def test_search_gives_the_bits_of_the_format(search, name, cases):
     rng = np.random.default_rng(0)
-    for shape, spans, dtype, scale_dtype in [
-        ((2, 131, 77), (32, 1), jnp.float32, np.float32),
-        ((1, 64, 520), (1, 32), jnp.float32, jnp.float16),
-        ((1, 70, 90), (16, 1), jnp.bfloat16, jnp.bfloat16),
-        ((3, 33, 65), (1, 64), jnp.float16, np.float32),
-        ((1, 50, 40), (0, 1), jnp.float32, np.float32),
-        ((1, 40, 50), (1, 20), jnp.float32, np.float32),
-    ]:
+    for shape, spans, dtype, scale_dtype in CASES[cases]:
         x = rng.standard_normal(shape).astype(np.float32)
         # Zeros, subnormal numbers and their neighbours, numbers near the largest, NaN and infinity.
         x[0, 2] = x[0, :, 11] = 0

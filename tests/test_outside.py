@@ -186,7 +186,7 @@ def test_a_second_eager_product_does_not_trace(x: jax.Array, traced: Mock) -> No
 
 
 def test_jit_of_the_whole_tree(layout: Layout, x: jax.Array) -> None:
-    p = weights(layout)
+    p = {"w": weights(layout)["w"], "stack": weights(layout)["stack"]}
     f = jax.jit(lambda x, p: (x @ p["w"], p["w"].T, p))
     y, transposed, back = f(x, p)
     assert_close(y, x @ p["w"].materialize())

@@ -1,5 +1,6 @@
 """Declared formats: what codes mean, how scales are found, and every operation on codes, scale codes and offsets."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiers
-from helpers import assert_close, assert_same_bits
+from helpers import assert_close, assert_same_bits, together
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -126,22 +127,26 @@ def test_operations_agree_with_the_dense_array(name: str, options: Any) -> None:
     stack = FORMATS[name].quantize(normal(3, 64, 32), **options)
     w, x = q.materialize(), normal(4, 64, seed=1)
     ids = jnp.array([3, 60, 3])
+    products = together(
+        lambda w, x, y, stack: x @ w,
+        lambda w, x, y, stack: y @ w.T,
+        lambda w, x, y, stack: jax.grad(lambda x: jnp.sin(x @ w).sum())(x),
+        lambda w, x, y, stack: jax.lax.scan(lambda x, w: (x, x @ w), x, stack)[1],
+    )
+    moves = together(
+        lambda w: w[ids],
+        lambda w: w[:, 5:9],
+        lambda w: w.reshape(64, 6, 8),
+        lambda w: -w,
+        lambda w: jnp.concatenate([w, w], 1),
+        lambda w: w[None].astype(jnp.bfloat16),
+    )
     with lowbit.materialization("error"):
-        assert_close(x @ q, x @ w)
-        assert_close(normal(4, 48, seed=2) @ q.T, normal(4, 48, seed=2) @ w.T)
-        assert_close(jax.grad(lambda x: jnp.sin(x @ q).sum())(x), jax.grad(lambda x: jnp.sin(x @ w).sum())(x))
-        for fn in (
-            lambda w: w[ids],
-            lambda w: w[:, 5:9],
-            lambda w: w.reshape(64, 6, 8),
-            lambda w: -w,
-            lambda w: jnp.concatenate([w, w], 1),
-            lambda w: w[None].astype(jnp.bfloat16),
-        ):
-            np.testing.assert_array_equal(lowbit.materialize(implicit(fn)(q)), fn(w))
+        y = normal(4, 48, seed=2)
+        assert_close(products(q, x, y, stack), products(w, x, y, stack.materialize()))
+        for got, want in zip(moves(q), moves(w), strict=True):
+            np.testing.assert_array_equal(got, want)
         assert_close(2.5 * q, 2.5 * w, 1e-6)  # the scales are rounded once more
-        y = implicit(lambda x, w: jax.lax.scan(lambda x, w: (x, x @ w), x, w)[1])(x, stack)
-    assert_close(y, jnp.einsum("bk,lkn->lbn", x, stack.materialize()))
 
 
 @pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
@@ -193,9 +198,16 @@ def test_a_search_that_cannot_be_done_raises_when_asked_for() -> None:
             FORMATS[name].quantize(normal(64, 8), search=True, **options)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)])
-@pytest.mark.parametrize(("name", "options"), [("q4", {}), ("nvfp4", {}), ("int3", {}), AFFINE], ids=str)
+COLUMNS, ROWS = P(None, "x"), P("x", None)
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SHARDED = [("q4", {}), ("nvfp4", {}), ("int3", {}), AFFINE]
+PLACED = [(*way, spec, kind) for way, spec, kind in itertools.product(SHARDED, (COLUMNS, ROWS), (AUTO, EXPLICIT))]
+# Each format once, and each pair of sharding and kind of axis.
+PLACES = [(COLUMNS, AUTO), (ROWS, EXPLICIT), (ROWS, AUTO), (COLUMNS, EXPLICIT)]
+FIRST_PLACED = [(*way, *place) for way, place in zip(SHARDED, PLACES, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "options", "spec", "kind"), tiers.tiered(PLACED, FIRST_PLACED), ids=str)
 def test_sharded_products(name: str, options: Any, spec: P, kind: AxisType) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
     w, x = normal(128, 64), normal(8, 128, seed=1)
@@ -208,9 +220,12 @@ def test_sharded_products(name: str, options: Any, spec: P, kind: AxisType) -> N
     assert_close(np.asarray(y), np.asarray(x @ q))
 
 
-@pytest.mark.parametrize("out", [P(), P(None, "x")], ids=str)
-@pytest.mark.parametrize("spec", [P("x", None), P(None, "x"), P()], ids=str)
-@pytest.mark.parametrize("k", [256, 80])
+ALONG = [*itertools.product([256, 80], [ROWS, COLUMNS, P()], [P(), COLUMNS])]
+# Blocks that are cut by the sharding of x and blocks that are not, each sharding of the weight and of the result.
+FIRST_ALONG = [(256, ROWS, P()), (80, COLUMNS, COLUMNS), (80, P(), P()), (80, ROWS, P())]
+
+
+@pytest.mark.parametrize(("k", "spec", "out"), tiers.tiered(ALONG, FIRST_ALONG), ids=str)
 def test_offsets_where_activations_are_sharded_along_the_blocks(k: int, spec: P, out: P) -> None:
     explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     auto = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
@@ -268,8 +283,10 @@ def test_blocks_in_two_dimensions(name: str, size: int, tmp_path: Any) -> None:
         FORMATS["int4"].quantize(w, axis=(-2, -1), offset=True)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+IN_TWO = [*itertools.product(["int8", "fp8"], [AUTO, EXPLICIT])]
+
+
+@pytest.mark.parametrize(("name", "kind"), tiers.tiered(IN_TWO, [("int8", AUTO), ("fp8", EXPLICIT)]), ids=str)
 def test_blocks_in_two_dimensions_over_devices(name: str, kind: AxisType) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
     q, x = lowbit.quantize(normal(128, 256), name, axis=(-2, -1), block_size=32), normal(8, 128, seed=1)

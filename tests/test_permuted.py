@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from features import ALL, FUSED
+from features import ALL, FUSED, arguments
 from files_helpers import signed, split
-from helpers import LAYERS, ROWS, K, N, activations, assert_close, assert_same_bits, layouts, weights
+from helpers import LAYERS, ROWS, K, N, activations, assert_close, assert_same_bits, layouts
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -67,7 +67,7 @@ CASES = tiers.tiered(itertools.product(FEATURES, (0, 1)), [(f, i % 2) for i, f i
 @pytest.mark.parametrize(("feature", "side"), CASES)
 def test_a_feature_equals_the_dense_program(feature: str, side: int) -> None:
     layout = LAYOUTS[FEATURES.index(feature) // 2 % len(LAYOUTS)]
-    x, p = activations(), {name: permuted(w, AXES[name][side]) for name, w in weights(layout).items()}
+    x, p = activations(), {name: permuted(w, AXES[name][side]) for name, w in arguments(feature, layout).items()}
     want = DENSE[feature](x, lowbit.materialize(p))
     with lowbit.materialization("error" if feature in FUSED else "allow"):
         traced = jax.jit(implicit(ALL[feature])).trace(x, p)

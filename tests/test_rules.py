@@ -18,11 +18,12 @@ from lowbit.kernels.product import Product
 from lowbit.testing import dense_weights, equations
 
 
-def codes_of(q: QuantizedArray) -> np.ndarray:
-    """The unpacked codes in the axis order of the array."""
+@jax.jit
+def codes_of(q: QuantizedArray) -> jax.Array:
+    """The unpacked codes in the axis order of the array, by one program and not by one for each operation."""
     q = q.resolved()
     codes = unpack(q.codes, q.packing["codes"])[..., : q.stored_shape[-1]]
-    return np.asarray(q.logical_view(codes))
+    return q.logical_view(codes)
 
 
 def assert_keeps_bits(fn, q: QuantizedArray, *others: QuantizedArray) -> None:
@@ -31,8 +32,10 @@ def assert_keeps_bits(fn, q: QuantizedArray, *others: QuantizedArray) -> None:
         got = jax.jit(implicit(fn))(q, *others)
     arrays = [q, *others]
     assert isinstance(got, type(q))
-    np.testing.assert_array_equal(codes_of(got), jax.jit(fn)(*map(codes_of, arrays)))
-    np.testing.assert_array_equal(got.materialize(), jax.jit(fn)(*(a.materialize() for a in arrays)))
+    moved = jax.jit(lambda codes, values: (fn(*codes), fn(*values)))
+    codes, values = moved([codes_of(a) for a in arrays], [a.materialize() for a in arrays])
+    np.testing.assert_array_equal(codes_of(got), codes)
+    np.testing.assert_array_equal(got.materialize(), values)
 
 
 # --- structural rules
@@ -290,20 +293,25 @@ def test_unary_operations(name: str, layout: Layout) -> None:
         assert_close(jax.jit(implicit(UNARY[name]))(q), jax.jit(UNARY[name])(q.materialize()), 2e-5)
 
 
+PARTNERS = {"each kind": tiers.KINDS_OF_FORMATS, "all": FORMATS}
+
+
+@pytest.mark.parametrize("partners", tiers.tiered(PARTNERS, ["each kind"]))
 @pytest.mark.parametrize("name", BINARY, ids=str)
-def test_binary_operations_mix_formats_dense_scalars_and_numpy(name: str, layout: Layout) -> None:
+def test_binary_operations_mix_formats_dense_scalars_and_numpy(name: str, partners: str, layout: Layout) -> None:
     key, other_key = jax.random.split(jax.random.key(0))
     q = layout.quantize(jax.random.normal(key, (64, 96)))
     value = jax.random.normal(other_key, (64, 96))
     others = [value, np.asarray(value), 1.5, 2, np.float32(3)]
-    others += [FORMATS[name].quantize(value) for name in FORMATS]
+    others += [FORMATS[format].quantize(value) for format in PARTNERS[partners]]
     fn = BINARY[name]
+    of_dense = jax.jit(fn)
     with lowbit.materialization("allow"):
         for other in others:
             w, dense = q.materialize(), lowbit.materialize(other)
-            assert_close(jax.jit(implicit(fn))(q, other), fn(w, dense), 2e-5)
+            assert_close(jax.jit(implicit(fn))(q, other), of_dense(w, dense), 2e-5)
             if name != "dot_general":
-                assert_close(implicit(fn)(other, q), fn(dense, w))
+                assert_close(implicit(fn)(other, q), of_dense(dense, w))
 
 
 # --- any shape, block, axis and dimension numbers

@@ -110,7 +110,10 @@ def test_a_shard_map_inside_implicit_over_shards_smaller_than_a_block_raises() -
     assert_close(moved(q), q.materialize().T, 0)
 
 
-@pytest.mark.parametrize(("format", "columns"), [("ternary", 4), ("binary", 8), ("nf4", 2), ("nf4", 1), ("ternary", 6)])
+FEW = [("ternary", 4), ("binary", 8), ("nf4", 2), ("nf4", 1), ("ternary", 6)]
+
+
+@pytest.mark.parametrize(("format", "columns"), tiers.tiered(FEW, FEW[-2:]))  # less than a byte, and more
 def test_a_packed_axis_of_few_bytes_over_devices(format: str, columns: int, mesh) -> None:
     x = jax.device_put(activations(), NamedSharding(mesh, P("x", None)))
     dense = jax.random.normal(jax.random.key(1), (K, columns))
@@ -203,6 +206,7 @@ def test_scales_in_eight_bits_are_sharded_by_group_or_raise(mesh) -> None:
 
 
 # Column parallel without a collective, row parallel with one sum.
+@pytest.mark.first(tiers.ONE)
 @pytest.mark.parametrize("spec", [P(None, "x"), P("x", None)], ids=["columns", "rows"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_outside_and_inside(layout: Layout, mesh, spec: P, check_vma: bool) -> None:
@@ -425,11 +429,10 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize("name", TYPED)
-def test_explicit_axes(name: str) -> None:
-    for layout in TWO:
-        with jax.set_mesh(grid(AxisType.Explicit)):
-            assert_moves_what_the_dense_program_does(TYPED[name], layout.quantize, AxisType.Explicit)
+@pytest.mark.parametrize(("name", "way"), tiers.pairs(TYPED, TWO, TWO[1:]), ids=str)
+def test_explicit_axes(name: str, way: Layout) -> None:
+    with jax.set_mesh(grid(AxisType.Explicit)):
+        assert_moves_what_the_dense_program_does(TYPED[name], way.quantize, AxisType.Explicit)
 
 
 def test_a_mesh_with_explicit_and_automatic_axes() -> None:
@@ -455,7 +458,7 @@ def test_quantizing_with_explicit_axes(layout: Layout) -> None:
         quantizers.append(partial(lowbit.ArrayNF4.quantize, axis=layout.axis, double_quant=True))
     with jax.set_mesh(mesh):
         for spec in (P(None, "model"), P("model", None)):
-            w = jax.device_put(jax.random.normal(jax.random.key(1), (256, 512)), spec)
+            w = jax.device_put(jax.random.normal(jax.random.key(1), (K, N)), spec)
             for quantize in quantizers:
                 assert quantize(w).sharding == w.sharding
                 q = jax.jit(quantize)(w)

@@ -29,6 +29,9 @@ P = PartitionSpec
 multiply = jax.jit(partial(kernel.matmul, chip=CHIP, interpret=True), static_argnames="sizes")
 
 
+right = jax.jit(reference.matmul)
+
+
 def run(x: Any, w: Any, contract: int, dtype: Any = jnp.float32, arithmetic: str = "exact", sizes: Any = None) -> Any:
     return multiply(Product(x, w, contract, dtype, arithmetic=arithmetic), sizes=sizes)
 
@@ -43,7 +46,7 @@ def assert_as_reference(x: Any, w: Any, contract: int, dtype: Any, sizes: Any = 
     """Assert equality up to half of the last bit of the result plus the error of a float32 sum."""
     w = w.without_offsets()  # a product of their own, outside of the kernel
     y = run(x, w, contract, dtype, sizes=sizes)
-    want = reference.matmul(Product(x, w, contract, jnp.float32))
+    want = right(Product(x, w, contract, jnp.float32))
     assert y.dtype == dtype
     off = np.abs(np.asarray(y, np.float64) - np.asarray(want, np.float64))
     size = np.abs(np.asarray(want)) * float(jnp.finfo(dtype).eps) / 2 + 1e-5 * np.abs(np.asarray(want)).max()
@@ -116,7 +119,7 @@ def test_a_format_of_integers_has_fast_products_by_blocks() -> None:
     w = FORMATS["q4"].quantize(jax.random.normal(jax.random.key(0), (330, 200)), axis=-2, search=False)
     x = jax.random.normal(jax.random.key(1), (5, 330))
     tops = jnp.abs(x).max(-1, keepdims=True) / 127
-    want = reference.matmul(Product(jnp.round(x / tops) * tops, w, -2, jnp.float32))
+    want = right(Product(jnp.round(x / tops) * tops, w, -2, jnp.float32))
     assert_close(run(x, w, -2, arithmetic="fast"), want, 1e-5)
 
 

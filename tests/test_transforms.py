@@ -6,8 +6,8 @@ A fused feature runs under materialization("error") and builds no dense weight.
 import jax
 import pytest
 import tiers
-from features import ALL, FUSED, LAYOUT_MATTERS
-from helpers import Layout, activations, assert_close, weights
+from features import ALL, FUSED, LAYOUT_MATTERS, arguments
+from helpers import Layout, activations, assert_close
 
 import lowbit
 from lowbit import implicit
@@ -22,7 +22,7 @@ DENSE = {name: jax.jit(feature) for name, feature in ALL.items()}
 
 
 def check(feature: str, layout: Layout) -> None:
-    x, p = activations(), weights(layout)
+    x, p = activations(), arguments(feature, layout)
     want = DENSE[feature](x, lowbit.materialize(p))
     with lowbit.materialization("error" if feature in FUSED else "allow"):
         traced = jax.jit(implicit(ALL[feature])).trace(x, p)
@@ -39,7 +39,7 @@ def test_a_feature_equals_the_dense_program(feature: str, way: Layout) -> None:
 
 @pytest.mark.parametrize(("feature", "way"), tiers.pairs(ALL, tiers.KINDS, ()), ids=str)
 def test_a_feature_works_eagerly_leaks_nothing_and_promotes_no_dtype(feature: str, way: Layout) -> None:
-    x, p = activations(), weights(way)
+    x, p = activations(), arguments(feature, way)
     dense = lowbit.materialize(p)
     with lowbit.materialization("allow"), jax.checking_leaks(), jax.numpy_dtype_promotion("strict"):
         want = ALL[feature](x, dense)

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiers
-from features import ALL
+from features import ALL, arguments
 from helpers import activations, assert_close, layouts, weights
 from jax import lax
+from test_transforms import DENSE
 
 import lowbit
 from lowbit import implicit
@@ -48,8 +49,8 @@ FIRST = """
     ("feature", "change"), tiers.tiered(itertools.product(ALL, CHANGES), [(name, "renamed") for name in FIRST])
 )
 def test_programs_give_the_right_numbers(feature: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, p = activations(), weights(layouts()[0])
-    want = ALL[feature](x, lowbit.materialize(p))
+    x, p = activations(), arguments(feature, layouts()[0])
+    want = DENSE[feature](x, lowbit.materialize(p))
     change_parameters(monkeypatch, CHANGES[change])
     with lowbit.materialization("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -60,7 +61,7 @@ def test_programs_give_the_right_numbers(feature: str, change: str, monkeypatch:
 def test_the_warning_names_the_primitive_and_the_version_and_asks_for_an_upgrade(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x, p = activations(), weights(layouts()[0])
+    x, p = activations(), {"stack": weights(layouts()[0])["stack"]}
     change_parameters(monkeypatch, CHANGES["renamed"], only="scan")
 
     def model(x: Any, p: Any) -> Any:

@@ -3,6 +3,9 @@
 `make test` runs the first tier: every feature, every format and every rule once. The rest carry the mark `more`, and
 `make test-more` runs them: all layouts and all pairs. A test without a mark belongs to the first tier.
 
+On the oldest JAX, the first tier has every feature and every rule in one layout. Rows that differ from that one in the
+format alone meet nothing else of JAX; they carry the mark `newest`, and run on the newest JAX only.
+
 Rules and operations know no format by name (a test checks that). What they do depends on how the array is stored: how
 codes are packed and in how many components, which axis has blocks, and whether scales are codes, have group scales or
 come with offsets. The tables below are chosen by that.
@@ -18,6 +21,7 @@ from helpers import AFFINE, Layout, layouts, more_layouts
 from lowbit import FORMATS
 
 MORE = pytest.mark.more
+NEWEST = pytest.mark.newest
 
 # One format for each mechanism: codes of 8, 4, 2 and 1 bits, tables, scale codes with group scales along an axis (q4)
 # or over a matrix (nvfp4), codes in two components (q3), small floats (fp8). The other rows of the table of formats
@@ -50,13 +54,26 @@ OF_EVERY_FORMAT = ("matmul_left", "embedding", "scan_over_layers", "grad_of_acti
 OF_FEATURES = (ONE, Layout("nf4", -1, 16), Layout("int4", -2, None, AFFINE))
 
 
-def tiered(rows: Iterable[Any], first: Iterable[Any]) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize`: rows that are not in `first` are marked `more`."""
+def tiered(rows: Iterable[Any], first: Iterable[Any], on_oldest: Iterable[Any] | None = None) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: rows that are not in `first` are marked `more`.
+
+    Rows of `first` that are not in `on_oldest` are marked `newest`. By default, none are.
+    """
     rows = [row if isinstance(row, tuple) else (row,) for row in rows]
-    chosen = {repr(row if isinstance(row, tuple) else (row,)) for row in first}  # a row may have dicts in it
-    unknown = chosen - {*map(repr, rows)}
+    chosen = _texts(first)
+    everywhere = chosen if on_oldest is None else _texts(on_oldest)
+    unknown = (chosen | everywhere) - {*map(repr, rows)}
     assert not unknown, f"no such rows: {unknown}"
-    return [pytest.param(*row, marks=() if repr(row) in chosen else MORE) for row in rows]
+    assert everywhere <= chosen, f"not in the first tier: {everywhere - chosen}"
+
+    def marks(row: tuple[Any, ...]) -> Any:
+        return MORE if repr(row) not in chosen else NEWEST if repr(row) not in everywhere else ()
+
+    return [pytest.param(*row, marks=marks(row)) for row in rows]
+
+
+def _texts(rows: Iterable[Any]) -> set[str]:
+    return {repr(row if isinstance(row, tuple) else (row,)) for row in rows}  # a row may have dicts in it
 
 
 def formats() -> list[Any]:
@@ -79,14 +96,14 @@ def features(names: Collection[str], layout_matters: Collection[str]) -> list[An
     rows = [*itertools.product(names, layouts()), *itertools.product(layout_matters, more_layouts())]
     first = [*itertools.product(names, [ONE]), *itertools.product(layout_matters, OF_FEATURES)]
     first += [(name, Layout(format, -2, None)) for name in OF_EVERY_FORMAT for format in FORMATS]
-    return tiered(rows, first)
+    return tiered(rows, first, itertools.product(names, [ONE]))
 
 
 def parametrize_layouts(metafunc: pytest.Metafunc) -> None:
     """Run tests with an argument `layout` or `any_layout` in every layout.
 
     The first tier has the layouts of the mark `first`. Without it, a test of this argument alone runs on each kind of
-    storage, and a test that is crossed with another list in one layout.
+    storage, and a test that is crossed with another list in one layout. The oldest JAX has one layout of them.
     """
     mark = metafunc.definition.get_closest_marker("first")
     crossed = any(metafunc.definition.iter_markers("parametrize"))
@@ -96,7 +113,8 @@ def parametrize_layouts(metafunc: pytest.Metafunc) -> None:
     ):
         if argument in metafunc.fixturenames:
             first = mark.args if mark else one if crossed else few
-            metafunc.parametrize(argument, tiered(rows, first), ids=str)
+            on_oldest = [ONE] if ONE in first else first[:1]
+            metafunc.parametrize(argument, tiered(rows, first, on_oldest), ids=str)
 
 
 # How many random programs a test runs; they are the same in every run.
