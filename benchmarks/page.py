@@ -84,6 +84,20 @@ def plain_table(name: str) -> str:
     return "\n".join(lines) + "\n\n" + origin(found)
 
 
+def convolutions_table(name: str) -> str:
+    """For each case the speed-up of patches over the decoded kernel; in bold where they are chosen."""
+    found, cases = load(name), {}
+    for patches, outputs, case, way, _, speedup, choice in found["rows"]:
+        if "patches" in way:
+            mark = "**" if choice == "patches" else ""
+            cases.setdefault((case, patches, outputs), {})[way.replace(" patches", "")] = f"{mark}{speedup:.2f}{mark}"
+    ways = list(dict.fromkeys(way for row in cases.values() for way in row))
+    lines = ["| case | patches | outputs | " + " | ".join(ways) + " |", "| --- " * (len(ways) + 3) + "|"]
+    for (case, patches, outputs), row in cases.items():
+        lines.append(f"| {case} | {patches} | {outputs} | " + " | ".join(row.get(way, "") for way in ways) + " |")
+    return "\n".join(lines) + "\n\n" + origin(found)
+
+
 def formats_table(name: str) -> str:
     found = load(name)
     lines = ["| format | bits | N(0, 1) | MiniLM | KL |", "| --- | --- | --- | --- | --- |"]
@@ -221,6 +235,7 @@ DRAWN = {
 SHAPED = {"products": product_table, "aot": aot_table}
 TABLES = {
     "table": plain_table,
+    "convolutions": convolutions_table,
     "qat": qat_table,
     "gpu": gpu_table,
     "formats": formats_table,

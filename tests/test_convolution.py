@@ -34,6 +34,12 @@ PROGRAMS = {
     "3 x 3": (convolution("NHWC HWIO NHWC"), (3, 3, 16, 32), (2, 4, 4, 16), (-4, -3, -2)),
     "many patches": (convolution("NHWC HWIO NHWC"), (3, 3, 16, 16), (2, 8, 8, 16), (-4, -3, -2)),
     "dilated": (
+        convolution("NHWC HWIO NHWC", (2, 1), ((2, 1), (0, 3)), rhs_dilation=(1, 2)),
+        (3, 2, 16, 32),
+        (1, 4, 5, 16),
+        (-4, -3, -2),
+    ),
+    "dilated image": (
         convolution("NHWC HWIO NHWC", (2, 1), ((2, 1), (0, 3)), rhs_dilation=(1, 2), lhs_dilation=(2, 1)),
         (3, 2, 16, 32),
         (1, 4, 5, 16),
@@ -55,7 +61,8 @@ def test_a_convolution_equals_the_dense_one(name: str) -> None:
     params, report = quantize_tree({"w": normal(*shape)}, {"w": "int8"}, fn=lambda p, x: fn(p["w"], x), args=(x,))
     assert report["w"].axis == axis
     program = str(jax.make_jaxpr(implicit(fn))(params["w"], x))
-    assert ("lowbit_matmul" in program) == (name not in ("many patches", "depthwise", "causal, as in Mamba"))
+    decoded = ("many patches", "dilated image", "depthwise", "causal, as in Mamba")
+    assert ("lowbit_matmul" in program) == (name not in decoded)
     w, dense = params["w"], lowbit.materialize(params["w"])
 
     def gradient(fn: Callable[..., jax.Array], w: Any) -> Callable[..., Any]:
@@ -65,6 +72,9 @@ def test_a_convolution_equals_the_dense_one(name: str) -> None:
         program = jax.jit(gradient(implicit(fn), w))
         assert dense_weights(program, x) == [] == dense_weights(implicit(fn), w, x)
         assert_close(program(x), gradient(fn, dense)(x), 1e-4)
+        inside = jax.jit(implicit(lambda w, x: gradient(fn, w)(x)))
+        assert dense_weights(inside, w, x) == []
+        assert_close(inside(w, x), gradient(fn, dense)(x), 1e-4)
         assert_close(
             implicit(jax.vmap(fn, (None, 0)))(w, jnp.stack([x, 2 * x])), jnp.stack([fn(dense, x), fn(dense, 2 * x)])
         )
@@ -129,3 +139,27 @@ def test_adapters(name: str) -> None:
         got = jax.jit(jax.grad(loss(implicit(model))))(trained)
     want = jax.grad(loss(lambda p, x: fn(p["w"].materialize(), x)))(trained)
     assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "image", "primitive"),
+    [
+        ((16, 16, 3, 64), (1, 32, 32, 3), "lowbit_matmul"),  # one block for each row of the window
+        (
+            (3, 3, 48, 64),
+            (1, 4, 4, 48),
+            "lowbit_conv",
+        ),  # 48 features in blocks of 32: a product would have a slow gradient
+    ],
+)
+def test_blocks_that_are_not_full(shape: tuple[int, ...], image: tuple[int, ...], primitive: str) -> None:
+    fn, x = convolution("NHWC HWIO NHWC", shape[:2], "VALID"), normal(*image)
+    w = quantize_tree({"w": normal(*shape)}, {"w": "q4"}, fn=lambda p, x: fn(p["w"], x), args=(x,))[0]["w"]
+
+    def gradient(w: Any, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sin(fn(w, x)).sum())(x)
+
+    with lowbit.materialization("error"):
+        assert primitive in str(jax.make_jaxpr(implicit(fn))(w, x))
+        assert_close(implicit(fn)(w, x), fn(w.materialize(), x), 1e-4)
+        assert_close(implicit(gradient)(w, x), gradient(w.materialize(), x), 1e-4)

@@ -395,3 +395,42 @@ def test_a_base_with_one_scale_for_all_of_its_axes(shape: tuple[int, ...], axis:
     assert_close(x @ params["up"], x @ params["up"].materialize())
     merged = lowbit.merge(params, "int8")["up"]
     assert merged.axis == axis and merged.shape == shape
+
+
+@pytest.mark.parametrize("base", ["quantized", "dense"])
+@pytest.mark.parametrize(
+    "scaled",
+    [lambda w: w * 2.5, lambda w: np.float32(2.5) * w, lambda w: w / 2.5, lambda w: -w],
+    ids=["times", "number_first", "divided", "negative"],
+)
+def test_a_weight_times_a_number_is_still_adapted(scaled: Any, base: str) -> None:
+    """levanter multiplies weights by a factor before the product."""
+    w, x = adapted_weights(layouts()[0])["w"], activations()
+    w = w.replace(base=w.base.materialize()) if base == "dense" else w
+
+    def gradient(product: Any, read: Any) -> Any:
+        def loss(a: jax.Array, b: jax.Array, w: LoraArray) -> jax.Array:
+            return jnp.sin(product(read(w.replace(a=a, b=b)))).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))
+
+    def product(w: Any) -> jax.Array:
+        return x @ scaled(w)
+
+    with lowbit.materialization("error"):
+        traced = gradient(implicit(product), lambda w: w).trace(w.a, w.b, w)
+        assert isinstance(implicit(scaled)(w), LoraArray)
+    want = gradient(product, lowbit.materialize)(w.a, w.b, w)
+    assert_close(traced.lower().compile()(w.a, w.b, w), want, 1e-4)
+    assert base == "dense" or dense_weights(traced.jaxpr, w) == []
+
+
+def test_a_number_that_is_trained_with_the_adapter_has_its_gradient() -> None:
+    w, x = adapted_weights(layouts()[0])["w"], activations()
+
+    def loss(number: Any, w: Any) -> Any:
+        return jnp.sin(x @ (w * number)).sum()
+
+    with lowbit.materialization("allow"):  # gradients stop at the scales, so the base goes dense
+        got = jax.jit(jax.value_and_grad(implicit(loss)))(1.5, w)
+    assert_close(got, jax.value_and_grad(loss)(1.5, w.materialize()), 1e-4)

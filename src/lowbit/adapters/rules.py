@@ -1,4 +1,4 @@
-"""Rules of LoraArray: a product becomes two, and a structural operation acts on the base and on both factors."""
+"""Rules of LoraArray: a product becomes two, and other operations act on the base and on the factors."""
 
 import math
 import string
@@ -299,3 +299,27 @@ def _(w: LoraArray, *, new_dtype: Any, weak_type: bool = False, sharding: Any = 
     if not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented
     return w.replace(base=apply(lambda base: lax.convert_element_type(base, new_dtype), w.base))
+
+
+# --- arithmetic with a number, which acts on the base and on one factor
+
+
+def _scaled(w: LoraArray, number: jax.Array, op: Callable[[Any, Any], Any]) -> Any:
+    if number.ndim:
+        return NotImplemented
+    return w.replace(base=apply(lambda base: op(base, number), w.base), b=op(w.b, number.astype(w.b.dtype)))
+
+
+@register("mul")
+def _(w: LoraArray, number: jax.Array) -> Any:
+    return _scaled(w, number, lax.mul)
+
+
+@register("div")
+def _(w: LoraArray, number: jax.Array) -> Any:
+    return _scaled(w, number, lax.div)
+
+
+@register("neg")
+def _(w: LoraArray) -> Any:
+    return w.replace(base=apply(lax.neg, w.base), b=-w.b)

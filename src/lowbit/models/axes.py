@@ -275,7 +275,9 @@ class _Uses:
             place = {to: view.axes[i] for i, to in enumerate(params["broadcast_dimensions"])}
             return view.on(place.get(i, ()) for i in range(len(shape)))
         if name == "reshape":
-            return view.on(_regrouped(_shape(eqn.invars[0]), shape, view.axes))
+            old = _shape(eqn.invars[0])
+            order = params["dimensions"] or range(len(old))  # gradients of grouped convolutions transpose first
+            return view.on(_regrouped([old[a] for a in order], shape, [view.axes[a] for a in order]))
         if name == "all_gather":
             at = params["all_gather_dimension"]
             return view if params["tiled"] else view.on((*view.axes[:at], (), *view.axes[at:]))

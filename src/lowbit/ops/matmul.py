@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from lowbit.dispatch import by_platform, compute, find_kernels, nearest, use_kernel
 from lowbit.formats.blocks import WHOLE, block_sum, repeated, span_of
+from lowbit.formats.quantized import QuantizedArray
 from lowbit.formats.sharding import explicit_axes
 from lowbit.kernels import reference
 from lowbit.kernels.groups import by_groups, ragged
@@ -28,6 +29,11 @@ from lowbit.runtime._compat import match_varying
 from .partition import ShardedProduct, devices_in_use, over_devices
 
 matmul_p = Primitive("lowbit_matmul")
+
+
+def arithmetic_of(w: QuantizedArray) -> str:
+    """ "exact" or "fast": the arithmetic of products with `w`, by the setting or by the array itself."""
+    return nearest(compute.value, w.compute)
 
 
 def matmul(product: Product, *, kernel: bool | None = None) -> jax.Array:
@@ -41,7 +47,7 @@ def matmul(product: Product, *, kernel: bool | None = None) -> jax.Array:
             f"matmul: x of shape {x.shape} does not fit w of shape {w.shape} contracted along axis {product.contract}."
         )
     fused: bool = nearest(kernel, use_kernel.value, w.use_kernel)
-    arithmetic = nearest(product.arithmetic, compute.value, w.compute)
+    arithmetic = product.arithmetic or arithmetic_of(w)
     product = replace(product, dtype=jnp.dtype(product.dtype), arithmetic=arithmetic)
     leaves, tree = jax.tree.flatten(product)
     leaves = match_varying(leaves)

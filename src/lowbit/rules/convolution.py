@@ -17,12 +17,14 @@ from jax import lax
 
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.ops.conv import conv
+from lowbit.ops.matmul import arithmetic_of
 from lowbit.runtime import register
 
 from .contraction import product
+from .structural import cut_blocks
 
-# Patches for each output feature, up to which the product is at least as fast.
-FEW_PATCHES = 4
+# Patches for each output feature, up to which the product is faster, or equally fast.
+FEW_PATCHES = {"exact": 1, "fast": 4}
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,17 @@ class _Convolution:
         return lax.transpose(y, [wanted[a] for a in range(count + 2)])
 
 
+def few_patches(convolution: _Convolution, x: jax.Array, w: QuantizedArray) -> bool:
+    """Whether the product of patches is faster on CPU than a convolution with the decoded kernel."""
+    outputs, batch = convolution.dimension_numbers.rhs_spec[0], convolution.dimension_numbers.lhs_spec[0]
+    if any(grown > 1 for grown in convolution.lhs_dilation):  # most elements of the patches are zeros
+        return False
+    if cut_blocks(w, range(len(w.stored_shape))):  # the gradient of such a product is slow
+        return False
+    patches = x.shape[batch] * math.prod(convolution.places(x, w))
+    return patches <= FEW_PATCHES[arithmetic_of(w)] * w.shape[outputs]
+
+
 # Compiled, so that the branches of an eager call are traced once.
 @functools.partial(jax.jit, static_argnames=("convolution", "dtype"))
 def _by_platform(x: jax.Array, w: QuantizedArray, *, convolution: _Convolution, dtype: Any) -> jax.Array:
@@ -118,11 +131,10 @@ def _(
         batch_group_count,
         precision,
     )
-    outputs, _, *window = dimension_numbers.rhs_spec
+    _, _, *window = dimension_numbers.rhs_spec
     if feature_group_count == batch_group_count == 1:
         if all(w.shape[a] == 1 for a in window):
             return convolution.as_product(x, w, dtype)
-        patches = x.shape[dimension_numbers.lhs_spec[0]] * math.prod(convolution.places(x, w))
-        if patches <= FEW_PATCHES * w.shape[outputs]:
+        if few_patches(convolution, x, w):
             return _by_platform(x, w.resolved(), convolution=convolution, dtype=dtype)
     return convolution(x, w, dtype)

@@ -26,6 +26,12 @@ def full_spans(w: QuantizedArray) -> list[int]:
     return [span_of(w.spans, axis) for axis in range(-ndim, 0)]
 
 
+def cut_blocks(w: QuantizedArray, axes: Sequence[int]) -> bool:
+    """Whether the last of several blocks is not full along one of these stored axes."""
+    shape, spans = w.stored_shape, full_spans(w)
+    return any(spans[a] != WHOLE and shape[a] > spans[a] and shape[a] % spans[a] for a in axes)
+
+
 def moved_codes(
     w: QuantizedArray, fn: Callable[[jax.Array], jax.Array], *, along_last: bool = True
 ) -> dict[str, jax.Array]:
@@ -319,7 +325,7 @@ def _(w: QuantizedArray, *, new_sizes: Sequence[int], dimensions: Any = None, sh
     del sharding  # the sharding follows from the components
     if not new_sizes:  # a single element has no axis to be stored along
         return lax.reshape(w.materialize(), ())
-    return NotImplemented if dimensions is not None else reshaped(w, new_sizes)
+    return reshaped(w if dimensions is None else permuted(w, dimensions), new_sizes)
 
 
 # --- slices
@@ -438,8 +444,7 @@ def _(w: QuantizedArray, *, dimensions: Sequence[int]) -> Any:
     w, ndim = w.resolved(), w.ndim
     axes = [w.swapped(a - ndim) + ndim for a in dimensions]
     w = w.movable(axes)
-    shape, spans = w.stored_shape, full_spans(w)
-    if any(spans[a] != WHOLE and shape[a] % spans[a] for a in axes):  # the last block is not full
+    if cut_blocks(w, axes):
         return NotImplemented
     codes = moved_codes(w, lambda codes: lax.rev(codes, axes), along_last=ndim - 1 in axes)
     return w.replace(**moved_scales(w, lambda scales: lax.rev(scales, axes)), **codes)
