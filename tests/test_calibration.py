@@ -345,10 +345,29 @@ def test_batches_that_cannot_be_used() -> None:
     with pytest.raises(TypeError) as caught:
         calibrate(model, PARAMS, [X[0], X[0, :, :, :5]])
     assert "with batch 1: ('float32[5, 7, 5]',)" in "".join(caught.value.__notes__)
+    assert "The shapes do not fit in a product with a." in caught.value.__notes__
     with pytest.raises(ValueError, match="no batch"):
         calibrate(model, PARAMS, [])
     with pytest.raises(TypeError, match="no floating-point array"):
         calibrate(lambda params, x: jnp.argmax(x @ params["a"]), PARAMS, X)
+
+
+def in_loop(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, p: Any) -> Any:
+        return x + jax.nn.relu(x @ p["up"]) @ p["down"], None
+
+    x, _ = lax.scan(layer, x, {name: params[name] for name in ("up", "down")})
+    return jnp.einsum("bk,kn->bn", x, params["a"]) + jnp.einsum("bk,nk->bn", y, params["b"])
+
+
+@pytest.mark.parametrize(("x", "y", "path"), [(K + 1, 9, "up"), (K, 8, "b")])
+def test_an_input_of_the_wrong_shape_names_its_weight(x: int, y: int, path: str) -> None:
+    shapes = {"up": (2, K, N), "down": (2, N, K), "a": (K, N), "b": (N, 9)}
+    params = {name: normal(0, *shape) for name, shape in shapes.items()}
+    calibrate(in_loop, params, [(normal(1, 5, K), normal(1, 5, 9))])
+    with pytest.raises((TypeError, ValueError)) as caught:
+        calibrate(in_loop, params, [(normal(1, 5, x), normal(1, 5, y))])
+    assert f"The shapes do not fit in a product with {path}." in caught.value.__notes__
 
 
 # --- the object

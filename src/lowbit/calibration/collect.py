@@ -21,6 +21,7 @@ from lowbit.models.plan import SMALL
 from lowbit.runtime import implicit, is_implicit, materialization, materialize
 
 from . import rules as rules  # registers how primitives act on an ObservedArray
+from .mismatch import mismatched
 from .observed import IN, OUT, STACK, ObservedArray
 from .statistics import Calibration
 
@@ -145,9 +146,12 @@ class _Model:
             raise TypeError("calibrate runs the model on its weights: call it outside of jit, with arrays.")
         return cls(fn, leaves, [leaf_path(path) for path, _ in found], structure, loss)
 
+    def call(self, leaves: Sequence[Any], args: Sequence[Any]) -> Any:
+        return implicit(self.fn)(jax.tree.unflatten(self.structure, leaves), *args)
+
     def watched(self, kinds: Sequence[tuple[Rule, str | None]], args: Any) -> tuple[list[_Weight], dict[str, str]]:
         """The leaves to observe, and those that cannot be, each with the reason."""
-        with _explaining(0, args):
+        with _explaining(self, 0, args):
             uses = axes_by_program(self.fn, self.leaves, partial(jax.tree.unflatten, self.structure), args)
         named = list(zip(self.paths, self.leaves, strict=True))
         by_rule, unmatched = first_matches([rule for rule, _ in kinds], named)
@@ -192,7 +196,7 @@ class _Pass:
         if key not in self.steps:
             static = [None if i in {*at} else x for i, x in enumerate(given)]
             self.steps[key] = jax.jit(partial(self.step, static, at, tree), donate_argnums=0)
-        with _explaining(number, args), materialization("allow"):
+        with _explaining(self.model, number, args), materialization("allow"):
             self.sums, finite = self.steps[key](self.sums, [given[i] for i in at])
         bad = [w.path for w, fine in zip(self.members, np.asarray(finite), strict=True) if not fine]
         if bad:
@@ -326,10 +330,10 @@ def arguments(batch: Any) -> tuple[Any, ...]:
 
 
 class _explaining:
-    """Add the number and the shapes of the batch to errors raised inside."""
+    """Add to errors raised inside the number and the shapes of the batch, and the weights that it does not fit."""
 
-    def __init__(self, number: int, args: Any):
-        self.number, self.args = number, args
+    def __init__(self, model: _Model, number: int, args: Any):
+        self.model, self.number, self.args = model, number, args
 
     def __enter__(self) -> None:
         pass
@@ -338,3 +342,6 @@ class _explaining:
         if isinstance(error, Exception):
             shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if is_array(x) else repr(x), self.args)
             error.add_note(f"lowbit.calibrate called fn(params, *batch) with batch {self.number}: {shapes}.")
+            paths = mismatched(self.model.call, self.model.leaves, self.model.paths, self.args, error)
+            if paths:
+                error.add_note(f"The shapes do not fit in a product with {' or '.join(paths)}.")
