@@ -405,7 +405,7 @@ def test_a_base_with_one_scale_for_all_of_its_axes(shape: tuple[int, ...], axis:
 )
 def test_a_weight_times_a_number_is_still_adapted(scaled: Any, base: str) -> None:
     """levanter multiplies weights by a factor before the product."""
-    w, x = adapted_weights(layouts()[0])["w"], activations()
+    w, x = adapted_weight(layouts()[0], "w"), activations()
     w = w.replace(base=w.base.materialize()) if base == "dense" else w
 
     def gradient(product: Any, read: Any) -> Any:
@@ -426,7 +426,7 @@ def test_a_weight_times_a_number_is_still_adapted(scaled: Any, base: str) -> Non
 
 
 def test_a_number_that_is_trained_with_the_adapter_has_its_gradient() -> None:
-    w, x = adapted_weights(layouts()[0])["w"], activations()
+    w, x = adapted_weight(layouts()[0], "w"), activations()
 
     def loss(number: Any, w: Any) -> Any:
         return jnp.sin(x @ (w * number)).sum()
