@@ -121,8 +121,9 @@ LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) 
   return panel + vector / kFastVectors * (depth / 4) * kGroupBytes + vector % kFastVectors * kPair * kBytes;
 }
 
-// Prefetches the rows of the next slab from left to right, a line at a time, while tiles of this one are decoded:
-// tiles are columns of memory, whose lines are far apart, and memory is fastest in the order of its addresses.
+// Prefetches the rows of the next slab from left to right, a line at a time, while tiles of this one are multiplied:
+// tiles are columns of memory, whose lines are far apart, and memory is fastest in the order of its addresses. Decoding
+// a tile takes less time than reading one, so prefetching then would wait for the memory.
 class NextSlab {
  public:
   NextSlab(const Matrix& w, int64_t row, int64_t begin, int64_t end)
@@ -176,18 +177,15 @@ LOWBIT_INLINE void put_rows(const D& decoder, const uint8_t* const rows[kGroup],
 // For contracting the first axis: kGroup stored rows at a time. Lane l of vector j * kPerByte + i is column
 // (j * kLanes + l) * kPerByte + i of the tile.
 template <typename D>
-void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, int64_t tile, NextSlab& next,
-                   uint8_t* panel) {
+void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
   const int64_t byte = tile * kTileBytes<D>, bytes = min(kTileBytes<D>, w.w.row_bytes - byte), step = w.w.row_bytes;
   const D decoder = shared;  // a copy that the stores cannot alias
-  NextSlab ahead = next;
   int64_t r = 0;
   if (bytes == kTileBytes<D> && !w.joined()) {
     const uint8_t* from = w.codes + k * step + byte;
     for (; r + kGroup <= min(depth, w.w.rows - k); r += kGroup, from += kGroup * step) {
       const uint8_t* rows[kGroup];
       for (int i = 0; i < kGroup; ++i) rows[i] = from + i * step;
-      for (int64_t i = 0; i < kPair * kTileBytes<D>; i += 64) ahead.prefetch_four();
       put_rows(decoder, rows, depth, panel + r / 4 * kGroupBytes);
     }
   }
@@ -200,10 +198,8 @@ void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, i
       const uint8_t* from = w.bytes<D>(min(k + r + i, w.w.rows - 1), byte, bytes, copies[i]);
       if (from != copies[i]) memcpy(copies[i], from, static_cast<size_t>(bytes));
     }
-    for (int i = 0; i < kPair; ++i) ahead.prefetch_four();
     put_rows(decoder, rows, depth, panel + r / 4 * kGroupBytes);
   }
-  next = ahead;
 }
 
 // Decodes `count` vectors with a dword of kLanes stored rows each.

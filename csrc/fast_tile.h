@@ -194,11 +194,13 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
   for (int64_t slab = 0; slab < tiling.slabs; ++slab) {
     const int64_t k = slab * tiling.slab, depth = round_up(min(tiling.slab, p.k - k), tiling.unit);
     NextSlab next(w, k + depth, begin * kTileBytes<D>, min(end * kTileBytes<D>, w.w.row_bytes));
+    const int64_t lines = p.contract_last ? 0 : depth * kTileBytes<D> / 64;
+    const int64_t fours = ceil_div(lines, 4 * (columns / kFastColumns) * ceil_div(rows, kRows));
     for (int64_t tile = begin; tile < end; ++tile) {
       if (p.contract_last) {
         panel_of_columns(decoder, w, k, depth, tile, panel);
       } else {
-        panel_of_rows(decoder, w, k, depth, tile, next, panel);
+        panel_of_rows(decoder, w, k, depth, tile, panel);
       }
       if (kBlocked) {
         const int64_t count = ceil_div(depth, tiling.span);
@@ -210,6 +212,7 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
       for (int64_t group = 0; group < columns / kFastColumns; ++group) {
         for (int64_t m = 0; m < rows; m += kRows) {
           const int64_t height = min(kRows, rows - m);
+          for (int64_t i = 0; i < fours; ++i) next.prefetch_four();
           FastTile t;
           t.panel = panel + group * (depth / 4) * kGroupBytes;
           t.x = x.packed + (slab * rows + m) * (tiling.slab / 4) * kSize;

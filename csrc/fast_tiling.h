@@ -81,7 +81,7 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
     }
   }
   if (tiling.span % tiling.unit != 0 || (tiling.blocked && tiling.span < 16)) return false;
-  const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : p.m <= 4 ? 64 : p.m <= 16 ? 128 : 256;
+  const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : p.m <= 4 ? 64 : 256;
   // Several spans share a scale of x, so that it multiplies their sum.
   tiling.block = tiling.blocked ? max(kShared / tiling.span, 1) * tiling.span : tiling.span;
   tiling.blocks = ceil_div(p.k, tiling.block);
