@@ -216,10 +216,10 @@ def test_shapes_stay_on_one_line_and_calibrated_layers_have_output_errors(tmp_pa
             4000,
             540,
             0.08,
-            "fn; GPTQ",
+            "fn: rows are looked up; no gain from weighted search, not calibrated",
             None,
-            0.02,
-            0.005,
+            0.0000812,
+            0.0000811,
         )
         for i in range(3)
     ]
@@ -227,7 +227,7 @@ def test_shapes_stay_on_one_line_and_calibrated_layers_have_output_errors(tmp_pa
     with Page(tmp_path / "report.html", tmp_path / "profile") as page:
         assert page.value("document.querySelectorAll('#outputs circle').length") == 6  # without and with calibration
         assert page.value("document.getElementById('calibrated').hidden") is False
-        assert page.column(8) == ["0.02 \u2192 0.005"] * 3
+        assert page.column(8) == ["0.000081 \u2192 0.000081"] * 3
         for width, cell in ((1200, "td:nth-child(2)"), (400, ".more .whole")):
             page.show(width=width)
             lines = f"[...document.querySelectorAll('{cell}')].map(x => x.getClientRects().length)"
@@ -237,3 +237,7 @@ def test_shapes_stay_on_one_line_and_calibrated_layers_have_output_errors(tmp_pa
             page.show(width=width)
             root = "document.documentElement"
             assert page.value(f"{root}.scrollWidth") <= page.value(f"{root}.clientWidth"), width
+            # The numbers of a row are on one line, also where its name and its reason have lines of their own.
+            tops = "cells => new Set(cells.map(cell => Math.round(cell.getBoundingClientRect().top))).size"
+            cells = "[...document.querySelectorAll('tbody tr:first-child td.number:not(.wide)')]"
+            assert page.value(f"({tops})({cells})") == 1, width

@@ -100,7 +100,7 @@ def test_a_budget_that_is_too_small_leaves_diagonals(folder: Path, tmp_path: Pat
     text = run(
         *given, "--budget", "40kB", "--report", page
     ).output  # two matrices of 64 x 64 in float32 are 33 kB, of 96 x 96 are 74 kB
-    assert text.count("scales for its inputs") == 2 and text.count("; GPTQ") == 13
+    assert text.count("weighted search") == 2 and text.count("; GPTQ") == 13
     assert "output error" in text and len(re.findall(r"0\.\d{6} -> 0\.\d{6}", text)) == 15
     data = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.read_text())
     rows = json.loads(data[1])["rows"] if data else []

@@ -210,7 +210,7 @@ def test_a_tied_table_has_the_inputs_of_its_product() -> None:
         found = calibrate(model, params, ids, rules=rules)
         quantized, report = lowbit.quantize_tree(params, "q3", fn=model, args=(ids,), calibration=found)
         assert quantized["embed"] is quantized["head"]
-        assert report["embed"].why.endswith("GPTQ" if rules == "full" else "scales for its inputs")
+        assert report["embed"].why.endswith("GPTQ" if rules == "full" else "weighted search")
 
 
 @pytest.mark.parametrize("loss", [None, lambda y, x: jnp.sum(y**2)])

@@ -28,8 +28,8 @@ NO_STATISTIC = Outputs(None, None, "no statistic in the calibration")
 
 def calibrated_by(before: float, after: float, full: bool) -> Outputs:
     """What calibration did, given output errors without and with it. `full`: it had second moments, for GPTQ."""
-    how = "GPTQ" if full else "scales for its inputs"
-    return Outputs(before, after, how if after < before else f"{how} did not help and is left out")
+    how = "GPTQ" if full else "weighted search"
+    return Outputs(before, after, how if after < before else f"no gain from {how}, not calibrated")
 
 
 @dataclasses.dataclass(frozen=True)
