@@ -166,6 +166,14 @@ def test_rows_that_are_not_numbers_are_named(rows: str) -> None:
     assert f"--rows {rows!r} must be positive numbers" in run("bench", "--rows", rows, code=1).stderr
 
 
+def test_long_reasons_are_continued_and_lose_nothing() -> None:
+    reason = "name: (out, in) as in Equinox and Hugging Face"
+    rows = [("model.layers.0.self_attn.k_proj.weight", reason), ("total", "")]
+    head, *lines = printing.table_lines(("path", "why"), rows, 60)
+    assert all(len(line) <= 60 for line in lines) and len(lines) == 3
+    assert " ".join(line[head.index("why") :] for line in lines).split() == reason.split()
+
+
 def test_tables_escape_control_characters() -> None:
     lines = printing.table_lines(("name", "type"), [("\x1b[2Jtitle\nline é", "F32")], None)
     assert lines[1].split() == ["\\x1b[2Jtitle\\nline", "é", "F32"]

@@ -75,7 +75,7 @@ def quantize(
         ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(metavar="N", help="Weights that share a scale.")] = None,
-    axis: Annotated[str | None, typer.Option(metavar="N,...", help="Axes along which they do.")] = None,
+    axis: Annotated[str | None, typer.Option(metavar="N,...", help="Axes along which weights share a scale.")] = None,
     double_quant: Annotated[bool, typer.Option("--double-quant", help="8-bit scales for nf4.")] = False,
     rule: Annotated[
         list[str] | None,

@@ -114,7 +114,7 @@ def generate(
         float | None, typer.Option(metavar="P", help="Sample from the most likely tokens that add up to P.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Repeat a sampled text. Default: a new one, which is printed.")
+        int | None, typer.Option(metavar="N", help="Random seed. Default: a new one, which is printed.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="Use the model's chat template, or continue the text as it is.")

@@ -62,7 +62,7 @@ Requantize = Annotated[
 ]
 Dequantize = Annotated[
     bool,
-    typer.Option("--dequantize", help="Dequantize what DST cannot hold; errors remain."),
+    typer.Option("--dequantize", help="Write tensors dense if DST cannot hold their format."),
 ]
 Formats = Annotated[
     str,
@@ -71,9 +71,9 @@ Formats = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with null for NaN and infinity.")]
 Calibrate = Annotated[
     Path | None,
-    typer.Option("--calibrate", metavar="TEXT", help="Round for the inputs of a llama on a text."),
+    typer.Option("--calibrate", metavar="TEXT", help="Calibrate a llama on a text file (GPTQ)."),
 ]
-Tokens = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the text.")]
+Tokens = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the text to use.")]
 Budget = Annotated[str, typer.Option(metavar="SIZE", help="Memory for its statistics.")]
 Bits = Annotated[float | None, typer.Option(metavar="N", help="Choose formats for a mean of bits per weight.")]
 Page = Annotated[Path | None, typer.Option("--report", metavar="PATH", help="Also write an HTML page with the errors.")]

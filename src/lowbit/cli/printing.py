@@ -1,9 +1,11 @@
 """Tables and JSON on stdout."""
 
+import itertools
 import json
 import math
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -42,7 +44,8 @@ def table_lines(
     """The lines of a table of at most `width` columns.
 
     If it is too wide, the first column, which names the row, is abbreviated in the middle. If less than a third of the
-    width is left for it, further columns follow below instead, with the first column again.
+    width is left for it, further columns follow below instead, with the first column again. Text that is still too long
+    for its column is continued on further lines.
     """
     lines = [tuple(map(printable, line)) for line in (head, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -55,10 +58,10 @@ def table_lines(
         found += [""] if found else []
         for line in lines:
             sides = [">" if right and i else "<" for i in group]
-            cells = [
-                f"{abbreviated(line[i], widths[i]):{side}{widths[i]}}" for i, side in zip(group, sides, strict=True)
-            ]
-            found.append((" " * _GAP).join(cells).rstrip())
+            cells = [textwrap.wrap(line[i], widths[i]) if i else [abbreviated(line[0], widths[0])] for i in group]
+            for parts in itertools.zip_longest(*cells, fillvalue=""):
+                row = (f"{part:{side}{widths[i]}}" for part, side, i in zip(parts, sides, group, strict=True))
+                found.append((" " * _GAP).join(row).rstrip())
     return found
 
 
