@@ -26,16 +26,21 @@ def codes_of(q: QuantizedArray) -> jax.Array:
     return q.logical_view(codes)
 
 
+@jax.jit
+def codes_and_values(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    return codes_of(q), q.materialize()
+
+
 def assert_keeps_bits(fn, q: QuantizedArray, *others: QuantizedArray) -> None:
     """Assert that `fn` gives a quantized array whose codes are moved as `fn` moves elements."""
     with lowbit.materialization("error"):
         got = jax.jit(implicit(fn))(q, *others)
-    arrays = [q, *others]
     assert isinstance(got, type(q))
-    moved = jax.jit(lambda codes, values: (fn(*codes), fn(*values)))
-    codes, values = moved([codes_of(a) for a in arrays], [a.materialize() for a in arrays])
-    np.testing.assert_array_equal(codes_of(got), codes)
-    np.testing.assert_array_equal(got.materialize(), values)
+    codes, values = zip(*map(codes_and_values, (q, *others)), strict=True)
+    moved_codes, moved_values = jax.jit(lambda codes, values: (fn(*codes), fn(*values)))(codes, values)
+    got_codes, got_values = codes_and_values(got)
+    np.testing.assert_array_equal(got_codes, moved_codes)
+    np.testing.assert_array_equal(got_values, moved_values)
 
 
 # --- structural rules
