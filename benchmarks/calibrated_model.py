@@ -19,7 +19,7 @@ import dataclasses
 import fnmatch
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def main() -> None:
     parser = measure.parser(__doc__)
     parser.add_argument("wheel", help="of gensim, which has the articles")
     parser.add_argument("--windows", type=int, default=4, help="of each text, to measure on")
-    parser.add_argument("--rows", type=int, default=16, help="windows to calibrate with")
+    parser.add_argument("--rows", type=int, default=45, help="windows to calibrate with")
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="that has libllama, for its rows")
     parser.add_argument("--only", default="*", help="pattern of the rows to measure")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep statistics and rows there, and reuse them")
@@ -116,8 +116,8 @@ class Model:
         found = (self.dense.tokenizer.encode(article[: 12 * WINDOW])[:WINDOW] for article in articles)
         return [ids for ids, _ in zip((ids for ids in found if len(ids) == WINDOW), range(count), strict=False)]
 
-    def run(self, params: Any, tokens: jax.Array) -> jax.Array:
-        return llama.forward(self.dense.config, params, tokens)[0]
+    def run(self, params: Any, tokens: jax.Array, remat: bool = False) -> jax.Array:
+        return llama.forward(self.dense.config, params, tokens, remat=remat)[0]
 
     def statistics(self, guided: bool) -> Calibration:
         """The second moments of the inputs, as they are or weighted by gradients."""
@@ -125,7 +125,7 @@ class Model:
         if kept and kept.exists():
             return Calibration.load(kept)
         loss, batches = (model_loss, self.batches[:FEW]) if guided else (None, self.batches)
-        found = lowbit.calibrate(self.run, self.dense.params, batches, loss=loss)
+        found = lowbit.calibrate(partial(self.run, remat=guided), self.dense.params, batches, loss=loss)
         if kept:
             found.save(kept)
         return found

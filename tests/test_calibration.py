@@ -197,6 +197,30 @@ def test_rows_that_are_looked_up_are_counted(wrap: Callable[..., Any]) -> None:
     assert report["embed"].output_before == pytest.approx(lost, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["full", "diag"])
+def test_gradients_of_look_ups_count_for_a_table_that_is_also_the_output_layer(kind: str) -> None:
+    params, ids = {"embed": normal(1, 20, K), "w": normal(2, K, K)}, jnp.arange(12).reshape(2, 6) % 7
+
+    def forward(params: Any, ids: jax.Array, extra: Any) -> Any:
+        x = jnp.tanh((params["embed"][ids] + extra[0]) @ params["w"])
+        return x @ params["embed"].T + extra[1], x
+
+    def loss(y: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(y) ** 2)
+
+    got = calibrate(lambda params, ids: forward(params, ids, (0.0, 0.0))[0], params, [ids], rules=kind, loss=loss)
+    extra = jnp.zeros((2, 6, K)), jnp.zeros((2, 6, 20))
+    looked_up, output = jax.grad(lambda extra: loss(forward(params, ids, extra)[0], ids))(extra)
+    x, g = (np.asarray(a, np.float64).reshape(12, K) for a in (forward(params, ids, extra)[1], looked_up))
+    rows = np.sum(np.asarray(output, np.float64).reshape(12, 20) ** 2, 1)
+    want = x.T @ (rows[:, None] * x) + g.T @ g
+    found = got["embed"]
+    assert found.inputs == (-1,) and found.count == 12
+    np.testing.assert_allclose(found.diag, np.diag(want), rtol=1e-4)
+    if kind == "full":
+        np.testing.assert_allclose(found.hessian, want, rtol=1e-3, atol=1e-3)
+
+
 def test_a_tied_table_has_the_inputs_of_its_product() -> None:
     table = normal(1, 48, 64)
     params, ids = {"embed": table, "head": table}, jnp.arange(24).reshape(2, 12) % 7

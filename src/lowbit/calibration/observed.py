@@ -222,3 +222,31 @@ def _rows_backward(how: tuple[int, bool, int], indices: jax.Array, g: jax.Array)
 
 
 _observe_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def observed_look_up(w: ObservedArray, y: jax.Array, columns: int) -> jax.Array:
+    """`y`, rows of a table that is also multiplied along its rows, with its gradients g observed: sum of g^2 or g^T g.
+
+    An error e of a row changes the loss by g . e where it is looked up, and by a gradient times x . e in a product with
+    x, so that both sums of squares weight the same errors. `columns` is the axis of y along which a row runs.
+    """
+    y, moment = match_varying([y, w.moment])
+    return _observe_look_up((columns, w.full), y, moment)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _observe_look_up(how: tuple[int, bool], y: jax.Array, moment: jax.Array) -> jax.Array:
+    return y
+
+
+def _look_up_forward(how: tuple[int, bool], y: jax.Array, moment: jax.Array) -> Any:
+    return y, None
+
+
+def _look_up_backward(how: tuple[int, bool], kept: None, g: jax.Array) -> Any:
+    columns, full = how
+    rows = jnp.moveaxis(g.astype(jnp.float32), columns, -1).reshape(-1, g.shape[columns])
+    return g, jnp.matmul(rows.T, rows, precision=lax.Precision.HIGHEST) if full else jnp.sum(rows**2, 0)
+
+
+_observe_look_up.defvjp(_look_up_forward, _look_up_backward)

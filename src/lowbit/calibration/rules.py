@@ -13,7 +13,7 @@ from jax import lax
 
 from lowbit.runtime import register, run
 
-from .observed import IN, OUT, STACK, ObservedArray, observed_product, observed_rows
+from .observed import IN, OUT, STACK, ObservedArray, observed_look_up, observed_product, observed_rows
 
 # --- products
 
@@ -156,7 +156,7 @@ def _(w: ObservedArray, *, sizes: Sequence[int], axis: int) -> Any:
 
 @register("gather")
 def _(w: ObservedArray, indices: jax.Array, *, dimension_numbers: Any, slice_sizes: Any, **params: Any) -> Any:
-    """Whole layers of a stack, no more than it has; and rows of a table, which are counted."""
+    """Whole layers of a stack, no more than it has; and rows of a table, which are counted or weighted by gradients."""
     many = indices.ndim - 1
     plain = lax.GatherDimensionNumbers(tuple(range(many, many + w.ndim - 1)), (0,), (0,))
     rows = dimension_numbers.start_index_map == (0,) and dimension_numbers.collapsed_slice_dims == (0,)
@@ -164,6 +164,9 @@ def _(w: ObservedArray, indices: jax.Array, *, dimension_numbers: Any, slice_siz
     if rows and w.axis_roles == IN + OUT:
         y = lax.gather(w.base, indices, dimension_numbers, slice_sizes, **params)
         return observed_rows(indices, w, y, dimension_numbers.offset_dims[0])
+    if rows and w.axis_roles == OUT + IN and w.guided:
+        y = lax.gather(w.base, indices, dimension_numbers, slice_sizes, **params)
+        return observed_look_up(w, y, dimension_numbers.offset_dims[0])
     whole = dimension_numbers == plain and rows
     if not whole or w.axis_roles[0] != STACK or math.prod(indices.shape[:-1]) > w.shape[0]:
         return NotImplemented
