@@ -16,7 +16,6 @@ from test_demo import tiny_file
 
 import lowbit
 from lowbit.cli import conversion
-from lowbit.config import quantize_calibrated
 from lowbit.demo import calibration, evaluation, llama
 from lowbit.demo.calibration import Text, TextMoments, patterns
 from lowbit.demo.language_model import LanguageModel
@@ -64,8 +63,7 @@ def test_moments_by_layer_are_those_of_the_whole_model(folder: Path) -> None:
 def test_a_file_holds_what_its_moments_lead_to(folder: Path) -> None:
     moments, written = moments_of(folder), open_tensors(folder / "q3")
     for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight", "token_embd.weight"):
-        config = lowbit.QuantizationConfig("q3", axis=-1)
-        want = quantize_calibrated(jnp.asarray(moments.source.file.dense(name)), config, moments[name]).array
+        want = lowbit.quantize(moments.source.file.dense(name), "q3", axis=-1, hessian=moments[name].hessian)
         got: Any = written.array(name)
         # Moments are sums of floats, so that few codes may differ.
         assert np.mean(np.asarray(got.materialize()) == np.asarray(want.materialize())) > 0.98, name

@@ -344,8 +344,7 @@ def _moments(array: jax.Array, config: QuantizationConfig, hessian: Any) -> Mome
     if not isinstance(h, Tracer) and not bool(jnp.isfinite(h).all()):
         raise ValueError(f"hessian= of shape {h.shape} has values that are NaN or infinite.")
     diag = jnp.diagonal(h, axis1=-2, axis2=-1) if full else h
-    # The number of rows is not known.
-    return Moments(tuple(array.shape), (axis,), stacked, diag, h if full else None, jnp.full(lead, jnp.inf))
+    return Moments(tuple(array.shape), (axis,), stacked, diag, h if full else None, jnp.ones(lead))
 
 
 def _within_range(array: jax.Array, config: QuantizationConfig, clip: float | None, scale: Any) -> jax.Array:

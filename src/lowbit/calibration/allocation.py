@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lowbit.config import QuantizationConfig, quantize
 from lowbit.formats import QuantizedArray
@@ -94,12 +95,12 @@ class Choice:
         cls, path: str, array: jax.Array, configs: Sequence[QuantizationConfig], moments: Sequence[Moments]
     ) -> "Choice":
         """Quantize a weight in every format; `moments`, of each use of it, are guided by the gradients of a loss."""
-        sizes, losses, weights = [], [], [_weights(m) for m in moments]
+        sizes, losses = [], []
         with naming(path):
             for config in configs:
                 stored = quantize(array, config)
                 sizes.append(stored.nbytes)
-                losses.append(_loss(array, stored, moments, weights))
+                losses.append(_loss(array, stored, moments))
         return cls(path, array.size, tuple(configs), tuple(sizes), tuple(losses), bool(moments))
 
 
@@ -155,22 +156,17 @@ def _choices(
     return found, kept
 
 
-def _loss(array: jax.Array, stored: QuantizedArray, moments: Sequence[Moments], weights: Sequence[jax.Array]) -> float:
+def _loss(array: jax.Array, stored: QuantizedArray, moments: Sequence[Moments]) -> float:
     """The estimated change of the loss; the relative error of the weight if there is no statistic."""
-    if not moments:
-        return float(_relative(array, stored))
-    return sum(float(_weighted(array, stored, m, w)) for m, w in zip(moments, weights, strict=True))
-
-
-def _weights(moments: Moments) -> jax.Array:
-    """What squared errors of each input are weighted with, (stack, K)."""
-    weights = jnp.asarray(moments.diag) if moments.hessian is None else uncompensated(moments)
-    return weights.reshape(-1, moments.k)
+    return sum(float(_weighted(array, stored, m)) for m in moments) if moments else float(_relative(array, stored))
 
 
 @jax.jit
-def _weighted(array: jax.Array, stored: QuantizedArray, moments: Moments, weights: jax.Array) -> jax.Array:
+def _weighted(array: jax.Array, stored: QuantizedArray, moments: Moments) -> jax.Array:
     error = moments.as_matrices(array.astype(jnp.float32) - stored.materialize().astype(jnp.float32))
+    weights = jnp.asarray(moments.diag).reshape(-1, moments.k)
+    if moments.hessian is not None:
+        weights = lax.map(uncompensated, jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k))
     # Squared gradients are summed over outputs, and each output has its own.
     return jnp.sum(weights[..., None] * error**2) / error.shape[-1]
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .blocks import span_of
-from .gptq import Rounded, SortedLevels, better_outputs, lost, refitted_scales, round_by_moments, uncompensated
+from .gptq import SortedLevels, lost, round_by_moments
 from .moments import Moments
 from .quantized import QuantizedArray
 from .search import by_blocks, joined, search_scale, weights_of_inputs
@@ -39,15 +39,14 @@ def calibrated(format: Format, options: Mapping[str, Any], weight: jax.Array, mo
         raise ValueError(f"A weight of shape {tuple(weight.shape)} does not fit moments of one of {moments.shape}.")
     quantize = partial(format.quantize, **options)
     plain = quantize(weight)
-    free = _has_free_scales(format, options, plain)
-    found = _searched(format, quantize, weight, plain, moments) if free else plain
+    chooses = options.get("search") is not False and not options.get("absmean")
+    found = _searched(format, quantize, weight, plain, moments) if chooses else plain
     size = _squared(weight, None, moments)
     before = _squared(weight, plain, moments)
     if moments.hessian is None:
         after = _squared(weight, found, moments)
     else:
-        rounded = _rounded(quantize if free else None, weight, found, moments)
-        found, after = rounded.array, jnp.sum(rounded.lost)
+        found, after = round_by_moments(weight, found, moments)
     before, after = (_relative(lost, size) for lost in (before, after))
     worse = ~(after <= before)
     if not isinstance(worse, Tracer):
@@ -57,41 +56,24 @@ def calibrated(format: Format, options: Mapping[str, Any], weight: jax.Array, mo
     return Calibrated(array, before, jnp.where(worse, before, after), worse, size)
 
 
-def _rounded(
-    quantize: Callable[..., QuantizedArray] | None, weight: jax.Array, found: QuantizedArray, moments: Moments
-) -> Rounded:
-    """The weight by GPTQ with the scales of `found`, then again with better ones for its codes, if they may change."""
-    first = round_by_moments(weight, found, moments)
-    if quantize is None or found.offset_values() is not None or found.scale_axes != moments.inputs:
-        return round_by_moments(weight, first.array, moments, first.positions)
-    refitted = quantize(weight, scale=refitted_scales(weight, first.array, moments))
-    return better_outputs(first, round_by_moments(weight, refitted, moments, first.positions), moments)
-
-
-def _has_free_scales(format: Format, options: Mapping[str, Any], plain: QuantizedArray) -> bool:
-    """Whether scales may be chosen by data: along one axis, and not told by the options or by the format."""
-    if options.get("search") is False or options.get("absmean") or len(plain.scale_axes) != 1:
-        return False
-    if format.layout is not None:
-        return format.layout.weighting is not None
-    return format.top is not None and plain.coded_scales() is None
-
-
 def _searched(
     format: Format, quantize: Callable[..., QuantizedArray], weight: jax.Array, plain: QuantizedArray, moments: Moments
 ) -> QuantizedArray:
-    """The weight with the scales of the least error weighted by the inputs."""
-    (axis,) = plain.scale_axes
+    """The weight with the scales of the least error weighted by the inputs; as it is where scales are not chosen."""
+    axes = plain.scale_axes
     if format.layout is not None:
-        return quantize(weight, importance=_along(axis, moments))
-    levels = SortedLevels.of(plain)
+        searches = format.layout.weighting is not None and len(axes) == 1
+        return quantize(weight, importance=_along(axes[0], moments)) if searches else plain
+    if format.top is None or len(axes) != 1 or plain.coded_scales() is not None:
+        return plain
+    levels, (axis,) = SortedLevels.of(plain), axes
     scales = _scales(weight, plain.scale_values(), levels, moments, axis, span_of(plain.spans, axis))
     return quantize(weight, scale=scales)
 
 
 def _along(axis: int, moments: Moments) -> jax.Array:
     """The importance of inputs, with the size of the weight along the axis of its blocks, whatever the inputs' axis."""
-    found = moments.importance(None if moments.hessian is None else uncompensated(moments))
+    found = moments.importance()
     shape = list(found.shape)
     shape[axis] = moments.shape[axis]
     return jnp.broadcast_to(found, shape)

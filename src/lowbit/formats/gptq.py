@@ -1,8 +1,7 @@
 """GPTQ (arXiv:2210.17323): round a weight so that its product with the calibration data changes least.
 
 Inputs are rounded one after the other, those with the largest second moment first. The error of each is compensated by
-the inputs that are still to be rounded, as the second moments tell. Scales are then fitted to these codes, and each
-input is rounded again for the errors of all others (coordinate descent).
+the inputs that are still to be rounded, as the second moments tell. Scales are given and stay.
 """
 
 import dataclasses
@@ -15,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .blocks import pack, span_of, spread
+from .blocks import pack, spread
 from .levels import Levels
-from .moments import Moments
+from .moments import DAMPING, Moments
 from .quantized import QuantizedArray
 from .search import reciprocal
 
@@ -90,25 +89,15 @@ def with_positions(array: QuantizedArray, levels: SortedLevels, positions: jax.A
 
 
 class Rounded(NamedTuple):
-    """An array with the codes of GPTQ.
-
-    - `positions`: of its codes among the sorted levels, in the shape of the array.
-    - `lost`: tr(E^T H E) of the errors E of each output of each layer, (stack, N). Outputs are rounded independently.
-    """
+    """An array with the codes of GPTQ, and tr(E^T H E) of its errors, summed over layers."""
 
     array: QuantizedArray
-    positions: jax.Array
     lost: jax.Array
 
 
 @jax.jit
-def round_by_moments(
-    weight: jax.Array, array: QuantizedArray, moments: Moments, start: jax.Array | None = None
-) -> Rounded:
-    """The array, which is the weight quantized, with the codes of GPTQ in each output where they lose less.
-
-    With `start`, positions of codes that were found with other scales, each input is rounded once more from there.
-    """
+def round_by_moments(weight: jax.Array, array: QuantizedArray, moments: Moments) -> Rounded:
+    """The array, which is the weight quantized, with the codes of GPTQ in each layer where they lose less."""
     levels = SortedLevels.of(array)
     shape = array.stored_shape
     w = moments.as_matrices(weight.astype(jnp.float32))
@@ -119,186 +108,91 @@ def round_by_moments(
     hessians = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
 
     def layer(given: Any) -> Any:
-        w, scales, offsets, before, start, h, damping = given
-        found = gptq(w, scales, offsets, start, h, levels, damping)
+        w, scales, offsets, before, h = given
+        found = gptq(w, scales, offsets, h, levels)
         after = levels.decode(found) * scales + (0 if offsets is None else offsets)
         return found, lost(w - after, h), lost(w - before, h)
 
-    first = None if start is None else moments.as_matrices(start)
-    found, now, then = lax.map(layer, (w, scales, offsets, before, first, hessians, moments.damping.reshape(-1)))
+    found, now, then = lax.map(layer, (w, scales, offsets, before, hessians))
     kept = levels.nearest((before - (0 if offsets is None else offsets)) * reciprocal(scales))
-    positions = moments.as_weight(jnp.where((now < then)[:, None], found, kept))
-    return Rounded(with_positions(array, levels, positions), positions, jnp.minimum(now, then))
-
-
-@jax.jit
-def better_outputs(first: Rounded, second: Rounded, moments: Moments) -> Rounded:
-    """Of two roundings of a weight with scales along its inputs, the one of each output that loses less.
-
-    No output depends on another, so that layers and columns alone give the same bits as all together.
-    """
-    (axis,) = moments.inputs
-    better = second.lost < first.lost
-    wide = moments.as_weight(jnp.broadcast_to(better[:, None], (len(better), moments.k, better.shape[-1])))
-    outputs = lax.slice_in_dim(wide, 0, 1, axis=wide.ndim + axis)
-    positions = jnp.where(outputs, second.positions, first.positions)
-    scales = {
-        name: jnp.where(outputs, getattr(second.array, name), component)
-        for name, component in first.array.components().items()
-        if name not in first.array.packing
-    }
-    array = with_positions(first.array.replace(**scales), SortedLevels.of(first.array), positions)
-    return Rounded(array, positions, jnp.minimum(first.lost, second.lost))
+    codes = moments.as_weight(jnp.where((now < then)[:, None, None], found, kept))
+    return Rounded(with_positions(array, levels, codes), jnp.sum(jnp.minimum(now, then)))
 
 
 def lost(error: jax.Array, h: jax.Array) -> jax.Array:
-    """tr(E^T H E) of each column of E: the squared error of the products with the data."""
-    return jnp.sum(error * jnp.matmul(h, error, precision=_HIGHEST), 0)
+    """tr(E^T H E): the squared error of the products with the data."""
+    return jnp.sum(error * jnp.matmul(h, error, precision=_HIGHEST))
 
 
-@jax.jit
-def uncompensated(moments: Moments) -> jax.Array:
+def uncompensated(h: jax.Array) -> jax.Array:
     """What is left of the second moment of each input if inputs that are rounded after it compensate its error.
 
-    It has the shape of `diag`, and weights the squared errors of rounding in the expected tr(E^T H E) of GPTQ, as the
-    diagonal does without it.
+    It weights the squared errors of rounding in the expected tr(E^T H E) of GPTQ, as the diagonal of H does without it.
     """
-
-    def layer(given: Any) -> jax.Array:
-        h, damping = given
-        diag = jnp.diag(h)
-        order, mean = jnp.argsort(-diag), jnp.mean(diag)
-        factor = _factor(_relative(h[order][:, order], mean), damping)
-        return jnp.zeros_like(diag).at[order].set(jnp.where(diag[order] > 0, jnp.diag(factor) ** 2 * mean, 0))
-
-    hessians = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
-    return lax.map(layer, (hessians, moments.damping.reshape(-1))).reshape(moments.diag.shape)
+    diag = jnp.diag(h)
+    order = jnp.argsort(-diag)
+    factor = _factor(h[order][:, order], jnp.mean(diag))
+    return jnp.zeros_like(diag).at[order].set(jnp.diag(factor) ** 2 * jnp.mean(diag))
 
 
-def gptq(
-    w: jax.Array,
-    scales: jax.Array,
-    offsets: Any,
-    start: jax.Array | None,
-    h: jax.Array,
-    levels: SortedLevels,
-    damping: jax.Array,
-) -> jax.Array:
+def gptq(w: jax.Array, scales: jax.Array, offsets: Any, h: jax.Array, levels: SortedLevels) -> jax.Array:
     """The positions of the levels of a matrix (K, N) with these scales and second moments (K, K).
 
     With H = V V^T and V upper triangular, |X E|^2 is the sum over i of (V_ii E_i + sum over j < i of V_ji E_j)^2: the
-    best level of input i depends on the errors of those before it. This needs no inverse of H. From positions to start
-    with, the best level depends on the errors of all others, by the row of H.
+    best level of input i depends on the errors of those before it. This needs no inverse of H.
     """
     k, n = w.shape
     diag = jnp.diag(h)
     order = jnp.argsort(-diag)
     short, wide = -k % BLOCK, min(n, COLUMNS)
-    h = _relative(jnp.pad(h[order][:, order], ((0, short), (0, short))), jnp.mean(diag))
-    if start is None:
-        factor = _factor(h, damping)
-        feedback = (factor / jnp.diag(factor)).T
-    else:
-        h = h + damping * jnp.eye(len(h))
-        feedback = h / jnp.diag(h)[:, None]
+    factor = _factor(jnp.pad(h[order][:, order], ((0, short), (0, short))), jnp.mean(diag))
+    feedback = (factor / jnp.diag(factor)).T
 
     def chunks(x: jax.Array) -> jax.Array:
         """Columns are independent: as many at a time as stay in a cache, in (chunk, block, input, column)."""
         x = jnp.pad(x[order], ((0, short), (0, -n % wide))).reshape(-1, BLOCK, -(-n // wide), wide)
         return jnp.moveaxis(x, 2, 0)
 
-    given = [None if x is None else chunks(x) for x in (w, scales, offsets, start)]
+    given = chunks(w), chunks(scales), None if offsets is None else chunks(offsets)
     found = jnp.moveaxis(lax.map(partial(_rounded_columns, feedback, levels), given), 0, 2)
     return jnp.zeros(w.shape, jnp.uint8).at[order].set(found.reshape(k + short, -1)[:k, :n])
 
 
 def _rounded_columns(feedback: jax.Array, levels: SortedLevels, given: Any) -> jax.Array:
-    """The positions of the levels of some columns, in blocks of inputs: a product for each, then one by one.
-
-    `feedback` has a row for each input with what the error of each other one adds to the weight, and ones on the
-    diagonal. Inputs without a position to start with have no error until they are rounded.
-    """
-    w, scales, offsets, start = given
+    """The positions of the levels of some columns, in blocks of inputs: a product for each, then one by one."""
+    w, scales, offsets = given
     offsets = jnp.zeros_like(w) if offsets is None else offsets
-    errors = jnp.zeros_like(w) if start is None else w - (levels.decode(start) * scales + offsets)
 
     def block(errors: jax.Array, given: Any) -> Any:
         start, w, scales, offsets = given
         rows = lax.dynamic_slice_in_dim(feedback, start, BLOCK)
-        before = lax.dynamic_slice_in_dim(errors, start, BLOCK)
         wanted = w + jnp.matmul(rows, errors, precision=_HIGHEST)
         corner = lax.dynamic_slice_in_dim(rows, start, BLOCK, 1)
         inverse = reciprocal(scales)
 
         def step(i: Any, state: Any) -> Any:
             wanted, errors, found = state
-            position = levels.nearest((wanted[i] - before[i] - offsets[i]) * inverse[i])
+            position = levels.nearest((wanted[i] - offsets[i]) * inverse[i])
             error = w[i] - (levels.decode(position) * scales[i] + offsets[i])
             # Without the barrier XLA computes the error anew for every row of the outer product: three times the time.
             position, error = lax.optimization_barrier((position, error))
             # Row i itself is done: what its own entry of the corner, 1, adds to it does not matter.
-            wanted = wanted + jnp.outer(corner[:, i], error - before[i])
-            return wanted, errors.at[i].set(error), found.at[i].set(position)
+            return wanted + jnp.outer(corner[:, i], error), errors.at[i].set(error), found.at[i].set(position)
 
-        _, own, found = lax.fori_loop(0, BLOCK, step, (wanted, before, jnp.zeros(w.shape, jnp.uint8)))
+        state = wanted, jnp.zeros_like(w), jnp.zeros(w.shape, jnp.uint8)
+        _, own, found = lax.fori_loop(0, BLOCK, step, state)
         return lax.dynamic_update_slice_in_dim(errors, own, start, 0), found
 
-    errors = errors.reshape(-1, w.shape[-1])
-    return lax.scan(block, errors, (BLOCK * jnp.arange(len(w)), w, scales, offsets))[1]
+    blocks, _, n = w.shape
+    nothing = jnp.zeros((blocks * BLOCK, n), jnp.float32)
+    return lax.scan(block, nothing, (BLOCK * jnp.arange(blocks), w, scales, offsets))[1]
 
 
-@jax.jit
-def refitted_scales(weight: jax.Array, array: QuantizedArray, moments: Moments) -> jax.Array:
-    """The scales with the least tr(E^T H E) for the codes of an array without offsets, in the shape of its scales.
-
-    Its blocks lie along the only axis of inputs. Block after block, each scale is chosen for the errors of the others.
-    A scale that would change its sign stays.
-    """
-    (axis,) = moments.inputs
-    shape, span = array.stored_shape, span_of(array.spans, axis) or moments.k
-    w = moments.as_matrices(weight.astype(jnp.float32))
-    wide = spread(array.scale_values(), array.spans, shape)
-    level = moments.as_matrices(array.decode()) * reciprocal(moments.as_matrices(wide))
-    blocks, short = -(-moments.k // span), -moments.k % span
-    hessians = jnp.asarray(moments.hessian).reshape(-1, moments.k, moments.k)
-
-    def layer(given: Any) -> jax.Array:
-        w, level, scales, h, damping = given
-        padded = ((0, short), (0, 0))
-        h = _relative(jnp.pad(h, ((0, short), (0, short))), jnp.mean(jnp.diag(h)))
-        h = h + damping * jnp.eye(len(h))
-        w, level = jnp.pad(w, padded), jnp.pad(level, padded)
-
-        def block(state: Any, start: jax.Array) -> Any:
-            errors, scales = state
-            own, scale = lax.dynamic_slice_in_dim(level, start, span), scales[start // span]
-            rows = lax.dynamic_slice_in_dim(h, start, span)
-            slope = jnp.sum(own * jnp.matmul(rows, errors, precision=_HIGHEST), 0)
-            corner = lax.dynamic_slice_in_dim(rows, start, span, 1)
-            step = slope * reciprocal(jnp.sum(own * jnp.matmul(corner, own, precision=_HIGHEST), 0))
-            step = jnp.where((scale + step) * scale > 0, step, 0)
-            left = lax.dynamic_slice_in_dim(errors, start, span) - own * step
-            errors = lax.dynamic_update_slice_in_dim(errors, left, start, 0)
-            return (errors, scales.at[start // span].add(step)), None
-
-        state = w - level * jnp.pad(jnp.repeat(scales, span, 0)[: moments.k], padded), scales
-        return lax.scan(block, state, span * jnp.arange(blocks))[0][1]
-
-    each = moments.as_matrices(wide)[:, ::span]
-    found = lax.map(layer, (w, level, each, hessians, moments.damping.reshape(-1)))
-    everywhere = moments.as_weight(jnp.repeat(found, span, 1)[:, : moments.k])
-    return lax.slice_in_dim(everywhere, 0, None, span, everywhere.ndim + axis)
-
-
-def _relative(h: jax.Array, mean: jax.Array) -> jax.Array:
-    """Second moments in units of the mean; inputs that were always 0 are independent of all others."""
+def _factor(h: jax.Array, mean: jax.Array) -> jax.Array:
+    """The upper triangular V with V V^T = h + damping. Inputs that were always 0 are independent of all others."""
     h = h / jnp.where(mean > 0, mean, 1)
-    return h + jnp.diag(jnp.where(jnp.diag(h) <= 0, 1.0, 0.0))
-
-
-def _factor(h: jax.Array, damping: jax.Array) -> jax.Array:
-    """The upper triangular V with V V^T = h + damping, which grows until there is one."""
     eye = jnp.eye(h.shape[0], dtype=h.dtype)
+    h = h + eye * (jnp.diag(h) <= 0)
     flipped = h[::-1, ::-1]  # so that the factor is upper triangular
 
     def attempt(damping: jax.Array) -> jax.Array:
@@ -310,5 +204,6 @@ def _factor(h: jax.Array, damping: jax.Array) -> jax.Array:
     def again(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return state[0] * 10, attempt(state[0] * 10)
 
-    lower = lax.while_loop(fails, again, (damping, attempt(damping)))[1]
+    start = jnp.float32(DAMPING)
+    lower = lax.while_loop(fails, again, (start, attempt(start)))[1]
     return lower[::-1, ::-1]

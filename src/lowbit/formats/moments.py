@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The least and the most that is added to the diagonal of second moments, in units of its mean.
+# What is added to the diagonal of second moments, in units of its mean.
 DAMPING = 0.01
-MOST = 0.2
 
 
 @partial(
@@ -76,21 +75,13 @@ class Moments:
         shape = [self.shape[a] for a in self.order]
         return jnp.transpose(matrices.reshape(shape), self._back)
 
-    @property
-    def damping(self) -> jax.Array:
-        """What is added to the diagonal of the second moments of each layer, in units of its mean.
-
-        Correlations of K inputs in few rows are partly chance, and the more so the fewer the rows are.
-        """
-        return jnp.clip(2 * self.k / jnp.asarray(self.count, jnp.float32), DAMPING, MOST)
-
-    def importance(self, diag: jax.Array | None = None) -> jax.Array:
+    def importance(self) -> jax.Array:
         """The weight of squared errors of each input, with the number of axes of the weight and size 1 along outputs.
 
-        It is `diag`, by default that of the moments, in units of its mean, and a hundredth more, so that inputs that
-        were always 0 count too. For a layer without rows it is 0.
+        It is `diag` in units of its mean, and a hundredth more, so that inputs that were always 0 count too. For a
+        layer without rows it is 0.
         """
-        diag = jnp.asarray(self.diag if diag is None else diag)
+        diag = jnp.asarray(self.diag)
         mean = jnp.mean(diag, -1, keepdims=True)
         weights = jnp.where(mean > 0, diag / jnp.where(mean > 0, mean, 1) + DAMPING, 0)
         shape = [n if i - len(self.shape) in (*self.stacked, *self.inputs) else 1 for i, n in enumerate(self.shape)]
