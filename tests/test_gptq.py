@@ -255,7 +255,7 @@ def test_quantize_tree_uses_a_calibration() -> None:
     assert up.output_after < 0.8 * up.output_before
     down = report["down/kernel"]
     assert down.output_before is not None and down.output_after is not None and down.output_after < down.output_before
-    assert up.why.endswith("; GPTQ") and down.why.endswith("; scales for its inputs")
+    assert up.why.endswith("; GPTQ") and down.why.endswith("; weighted search")
     assert f"{up.output_before:.6f} -> {up.output_after:.6f}" in str(report) and "output error" in str(report)
     assert "output error" not in str(plain) and '"output_after":null' in report.to_html()
     want = model(PARAMS, x)
