@@ -32,10 +32,10 @@ demo: $(VENV)/demo
 # The first tier: every feature, every format and every rule once, on the newest JAX and on the oldest (tests/tiers.py).
 test: lint tests tests-oldest package
 
-# The second tier: all layouts and pairs, 100 random programs, the compiler of TPU, a browser, damaged files, kills,
-# sanitizers on the kernels, and the documentation site. It repeats nothing of the first.
+# The second tier: all layouts and pairs, 100 random programs, the compiler of TPU, a browser, models of other libraries,
+# damaged files, kills, sanitizers on the kernels, and the documentation site. It repeats nothing of the first.
 test-more:
-	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-browser sanitize docs
+	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-browser test-frameworks sanitize docs
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
 
@@ -53,7 +53,7 @@ TIER ?=
 test-all: test
 	$(MAKE) test-more
 	$(MAKE) $(addprefix tests-jax-,$(BETWEEN))
-	$(MAKE) test-gpu-aot test-arm sanitize-arm wheels test-frameworks fuzz stream kill mutations
+	$(MAKE) test-gpu-aot test-arm sanitize-arm wheels fuzz stream kill mutations
 
 # The native library of the environment was built with -Wall -Wextra -Werror.
 lint: $(VENV)/test

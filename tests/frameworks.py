@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def environment(family: str, wheel: Path) -> Path:
     """The Python of a family, with its packages and the wheel."""
     folder, wanted = ROOT / f".venv-frameworks-{family}", FAMILIES / f"{family}.txt"
     python, installed = folder / "bin" / "python", folder / "installed.txt"
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", "--no-deps"]
     if not installed.exists() or installed.read_text() != wanted.read_text():
         venv.create(folder, with_pip=True, clear=True)
         subprocess.run([*install, "-r", wanted], check=True)
@@ -41,8 +42,7 @@ def environment(family: str, wheel: Path) -> Path:
     return python
 
 
-def run(family: str, wheel: Path) -> None:
-    python = environment(family, wheel)
+def run(family: str, python: Path) -> None:
     # Some packages write to the home directory or ask a server for news; no test needs either.
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "JAX_PLATFORMS": "cpu"}
     for code in blocks(family):
@@ -59,8 +59,15 @@ if __name__ == "__main__":
     failed = []
     for family in chosen or families():
         print("frameworks:", family, flush=True)
+        start = time.monotonic()
         try:
-            run(family, Path(wheel).resolve())
+            python = environment(family, Path(wheel).resolve())
+            installed = time.monotonic()
+            run(family, python)
+            print(
+                f"{family}: {installed - start:.0f} s to install, {time.monotonic() - installed:.0f} s to run",
+                flush=True,
+            )
         except subprocess.CalledProcessError as error:
             print(error, file=sys.stderr, flush=True)
             failed.append(family)

@@ -434,3 +434,19 @@ def test_a_number_that_is_trained_with_the_adapter_has_its_gradient() -> None:
     with lowbit.materialization("allow"):  # gradients stop at the scales, so the base goes dense
         got = jax.jit(jax.value_and_grad(implicit(loss)))(1.5, w)
     assert_close(got, jax.value_and_grad(loss)(1.5, w.materialize()), 1e-4)
+
+
+def test_a_table_of_matrices_is_looked_up_by_row() -> None:
+    """Gemma 3n has one: (vocabulary, layers, features), scaled by a traced number and added."""
+    ids, x = jnp.array([[3, 0, 127]]), jnp.ones((1, 3, 4, 16))
+
+    def model(p: Any, ids: jax.Array) -> jax.Array:
+        return x + p["table"][(ids,)] * jnp.sqrt(jnp.float32(16))
+
+    table = {"table": jax.random.normal(KEY, (128, 4, 16))}
+    params, report = lowbit.quantize_tree(table, "int8", fn=model, args=(ids,))
+    assert report["table"].axis == -1
+    for p in (params, adapted(params, fn=model, args=(ids,))):
+        with lowbit.materialization("error"):
+            assert_close(jax.jit(implicit(model))(p, ids), model(lowbit.materialize(p), ids))
+    assert (p["table"].a.shape, p["table"].b.shape) == ((128, 3), (3, 4, 16))

@@ -22,6 +22,14 @@ class Model(NamedTuple):
     args: tuple[Any, ...]
 
 
+def randomized(params: Any) -> Any:
+    """Weights of a model that begins with zeros, replaced by random ones."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    weights = [jax.random.normal(key, w.shape, w.dtype) / 8 for key, w in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, weights)
+
+
 def close(got: Any, want: Any, tolerance: float) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)

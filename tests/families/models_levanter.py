@@ -8,6 +8,7 @@ import haliax as hax
 import jax
 import pytest
 from check import Model, check
+from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 
 SIZES: dict[str, Any] = {"hidden_dim": 64, "num_heads": 4, "num_layers": 2}
@@ -25,7 +26,11 @@ def llama() -> Model:
     return language_model(LlamaConfig(**SIZES, intermediate_dim=128, num_kv_heads=4))
 
 
-ROWS: dict[str, tuple[Any, ...]] = {"Llama": (llama, 9)}
+def gpt2() -> Model:
+    return language_model(Gpt2Config(**SIZES))
+
+
+ROWS: dict[str, tuple[Any, ...]] = {"Llama": (llama, 9), "GPT-2": (gpt2, 6)}
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from lowbit.formats.blocks import is_table
 from lowbit.models.axes import Found, axes_by_name, axes_by_program
 from lowbit.models.partition import is_quantized
 from lowbit.models.patterns import Rule, Rules, first_matches, is_array, leaf_path, no_match
@@ -204,6 +205,8 @@ def _adapted(base: Any, axes: _Axes, rank: int, scale: float, key: jax.Array, dt
 def _layers_and_inputs(path: str, base: Any, use: Found | None) -> _Axes | None:
     """The axes of a weight by the program, by the scales of the base, or by its name; None if they are not known."""
     ndim = len(base.shape)
+    if use is not None and use.looked_up and is_table(base.shape):  # (vocabulary, layers, features)
+        return _Axes(0, 1)
     known = [
         (*use.axes, *use.window) if use is not None and use.axes else None,
         base.scale_axes if is_quantized(base) else None,

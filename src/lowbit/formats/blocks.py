@@ -4,6 +4,7 @@
 blocks of 64 (the last may be short), `WHOLE` for one on the whole axis. Axes before them have span 1.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,6 +16,15 @@ from jax import lax
 WHOLE = 0
 """The span of a scale that covers a whole axis."""
 _RUN = 64  # elements that are added at a time
+
+
+def is_table(shape: Sequence[int]) -> bool:
+    """Whether an array is a table of rows to look up rather than a stack of layers: its rows outnumber their elements.
+
+    >>> is_table((262_144, 30, 256)), is_table((64, 1024, 4096))
+    (True, False)
+    """
+    return shape[0] > math.prod(shape[1:])
 
 
 def span_of(spans: Sequence[int], axis: int) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lowbit.formats.blocks import WHOLE, repeated, span_of
+from lowbit.formats.blocks import WHOLE, is_table, repeated, span_of
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.ops.take import take
 from lowbit.runtime import register
@@ -21,6 +21,7 @@ def _takes_layers(w: QuantizedArray, dims: Any, sizes: Any, index_ndim: int) -> 
     """Whether a gather takes whole layers of a stack of matrices, which need not be copied."""
     return (
         w.ndim >= 3
+        and not is_table(w.shape)
         and w.index is None
         and full_spans(w)[0] == 1
         and (dims.start_index_map, dims.collapsed_slice_dims, dims.operand_batching_dims) == ((0,), (0,), ())
