@@ -21,7 +21,8 @@ def gemma(cls: Any, layers: slice, **sizes: Any) -> Model:
     sizes["attention_types"] = cls.config.attention_types[layers]
     config = dataclasses.replace(cls.config, vision_encoder=None, **SIZES | sizes)
     model = cls(config=config, dtype=jnp.float32)
-    params = randomized(model.init(jax.random.key(0), IDS))  # with norms of zeros, Gemma 3n has gradients of NaN
+    # The initial weights of Gemma 3n give gradients of NaN, also dense.
+    params = randomized(model.init(jax.random.key(0), IDS))
     return Model(lambda p, ids: model.apply(p, ids).logits, params, (IDS,))
 
 
