@@ -239,8 +239,8 @@ FAULTS = [
     ),
     Fault(
         "rules/structural.py",
-        "if any(spans[a] != WHOLE and shape[a] % spans[a] for a in axes):  # the last block is not full",
-        "if False:",
+        "return any(spans[a] != WHOLE and shape[a] > spans[a] and shape[a] % spans[a] for a in axes)",
+        "return False",
         "tests/test_rules.py -k reversed_with_a_short_block",
     ),
     Fault(
