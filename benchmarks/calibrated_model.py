@@ -11,6 +11,8 @@ with its standard error and 99 % quantile over tokens. All models are evaluated 
 values that they store. *bits* are those of all stored tensors, norms and scales included, divided by the number of
 parameters; llama.cpp's are those of its blocks.
 
+Rows *by gradients* weight the statistics by squared gradients of the likelihood of tokens that the model samples.
+
 Peers get the same statistics: llama.cpp, which makes the file itself, the mean squares of the inputs, its importance
 matrix; qwix the second moments.
 """
@@ -46,7 +48,6 @@ CHOICES = (
 )
 # The mean of bits to allocate, and what it is compared with.
 ALLOCATED = {4.25: "uniform q4", 5.3: "IQ4_XS", 5.9: "Q4_K_M"}
-FEW = 6  # windows are enough for gradients
 RUN = 5  # layers that get the same formats
 
 Made = tuple[Any, int]  # dense parameters of the stored values, and the bytes stored
@@ -80,7 +81,8 @@ def models(model: "Model") -> dict[str, Callable[[], Made]]:
     for format in ("nf4", "q4", "q3", *(name for name in lowbit.FORMATS if name not in ("nf4", "q4", "q3"))):
         found[format] = model.own(format)
         if format in CALIBRATED:
-            found[f"{format}, calibrated"] = model.own(format, calibrated=True)
+            found[f"{format}, calibrated"] = model.own(format, guided=False)
+            found[f"{format}, by gradients"] = model.own(format, guided=True)
     return found | {f"allocated, {bits} bits": model.allocated(bits) for bits in ALLOCATED}
 
 
@@ -124,15 +126,17 @@ class Model:
         kept = self.args.keep and self.args.keep / f"{'guided' if guided else 'plain'}.safetensors"
         if kept and kept.exists():
             return Calibration.load(kept)
-        loss, batches = (model_loss, self.batches[:FEW]) if guided else (None, self.batches)
-        found = lowbit.calibrate(partial(self.run, remat=guided), self.dense.params, batches, loss=loss)
+        loss = model_loss if guided else None
+        found = lowbit.calibrate(partial(self.run, remat=guided), self.dense.params, self.batches, loss=loss)
         if kept:
             found.save(kept)
         return found
 
-    def own(self, rules: Any, calibrated: bool = False) -> Callable[[], Made]:
+    def own(self, rules: Any, guided: bool | None = None) -> Callable[[], Made]:
+        """In formats of lowbit: calibrated by inputs, or by gradients if `guided`; None for no calibration."""
+
         def make() -> Made:
-            statistics = self.statistics(GUIDED) if calibrated else None
+            statistics = None if guided is None else self.statistics(guided)
             return stored(self.quantized(self.dense.params, rules, statistics))
 
         return make
@@ -156,7 +160,7 @@ class Model:
             )
             for path, config in rules.items():
                 print(path, config and f"{config.dtype} {config.block_size or ''}")
-            found, size = stored(self.quantized(params, rules, in_runs(self.statistics(GUIDED))))
+            found, size = stored(self.quantized(params, rules, in_runs(self.statistics(False))))
             layers = {name: jnp.concatenate([run[name] for run in found["layers"]]) for name in found["layers"][0]}
             return found | {"layers": layers}, size
 
@@ -179,9 +183,6 @@ class Model:
 
     def kept(self, name: str) -> Path:
         return self.args.keep / f"{name}.json"
-
-
-GUIDED = False  # whether GPTQ weights rows by gradients
 
 
 def model_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -63,8 +63,8 @@ def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") 
 
 
 def quality(rows: Sequence[Sequence], box: Box, most: float = 3.0) -> list[str]:
-    """Points of bits and KL up to `most`."""
-    points = {row[2]: (row[0], row[3]) for row in rows if row[3] <= most}
+    """Points of bits and KL up to `most`. Rows by gradients are close to the calibrated ones, and left to the table."""
+    points = {row[2]: (row[0], row[3]) for row in rows if row[3] <= most and not row[2].endswith(", by gradients")}
     lowest = 10 ** math.floor(math.log10(min(kl for _, kl in points.values())))
     first, last = (
         round_(end(bits for bits, _ in points.values())) for round_, end in ((math.floor, min), (math.ceil, max))
