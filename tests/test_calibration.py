@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowbit
 from lowbit import Calibration, calibrate
+from lowbit.calibration.mismatch import MOST_TRACES
 
 K, N, LAYERS, EXPERTS = 12, 16, 3, 4
 RULES = {"*": "full"}
@@ -392,6 +393,21 @@ def test_an_input_of_the_wrong_shape_names_its_weight(x: int, y: int, path: str)
     with pytest.raises((TypeError, ValueError)) as caught:
         calibrate(in_loop, params, [(normal(1, 5, x), normal(1, 5, y))])
     assert f"The shapes do not fit in a product with {path}." in caught.value.__notes__
+
+
+def test_a_model_of_many_weights_is_traced_a_bounded_number_of_times_for_its_error() -> None:
+    params, traces = {f"w{i}": jnp.ones((64, 64)) for i in range(100)}, []
+
+    def fn(params: Any, x: jax.Array) -> jax.Array:
+        traces.append(1)
+        for w in params.values():
+            x = x @ w
+        return x
+
+    with pytest.raises(TypeError) as caught:
+        calibrate(fn, params, [jnp.ones((4, 96))])
+    assert any("with batch 0" in note for note in caught.value.__notes__)
+    assert 1 < len(traces) <= MOST_TRACES + 2
 
 
 # --- the object

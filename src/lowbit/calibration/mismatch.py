@@ -10,6 +10,7 @@ import jax
 from lowbit.runtime import is_implicit
 
 Place = tuple[tuple[Any, int], ...]
+MOST_TRACES = 32  # a model of many layers must not delay its error
 
 
 def mismatched(
@@ -19,10 +20,10 @@ def mismatched(
 
     JAX traces a program before it knows which array is a parameter. So each weight with an axis of one of the sizes is
     given the other size, and `call` is traced again: if it gets past the place of the error, it was this weight. Where
-    the result of one weight does not fit another, both are named.
+    the result of one weight does not fit another, both are named. After MOST_TRACES, those found so far are returned.
     """
     sizes = list(dict.fromkeys(map(int, re.findall(r"\d+", str(error)))))
-    start, found = _failure(call, leaves, args), []
+    start, found, traces = _failure(call, leaves, args), [], itertools.count(1)
     if start is None:
         return []
     for i, path in enumerate(paths):
@@ -31,6 +32,8 @@ def mismatched(
         for have, want in itertools.permutations(sizes, 2):
             if want not in leaves[i].shape:
                 continue
+            if next(traces) > MOST_TRACES:
+                return found
             shape = [have if n == want else n for n in leaves[i].shape]
             changed = [jax.ShapeDtypeStruct(shape, x.dtype) if j == i else x for j, x in enumerate(leaves)]
             now = _failure(call, changed, args)
