@@ -164,6 +164,34 @@ def test_chunks_of_a_matrix_have_its_bits(tmp_path: Path, monkeypatch: pytest.Mo
     assert one.why.endswith("; GPTQ") and split["down.weight"].why.endswith("no statistic in the calibration")
 
 
+def test_gradients_weight_the_moments(folder: Path, tmp_path: Path) -> None:
+    text, model = moments_of(folder, gradients=True), LanguageModel.from_gguf(folder / "tiny.gguf")
+
+    def sampled(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        drawn = jax.random.categorical(jax.random.fold_in(jax.random.key(0), jnp.sum(tokens)), logits)
+        return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[..., None], -1))
+
+    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+        return llama.forward(model.config, params, tokens)[0]
+
+    want = lowbit.calibrate(forward, model.params, text.text.batches, loss=sampled)
+    for name, (number, weight) in text.places.items():
+        stacked = want["embed" if weight == "head" else f"layers/{weight}"]
+        h = np.asarray(stacked.hessian if weight == "head" else stacked.hessian[number])
+        np.testing.assert_allclose(text[name].hessian, h, rtol=1e-4, atol=1e-4 * np.abs(h).max())
+        assert text[name].shape == text.source.file.shape(name)
+    assert moments_of(folder).digest != text.digest  # a run with gradients does not resume one without
+
+    run("quantize", folder / "tiny.gguf", tmp_path / "q3", "--format", "q3", "--gradients", *calibrate(folder))
+    for name in ("blk.0.attn_q.weight", "token_embd.weight"):
+        want = lowbit.quantize(text.source.file.dense(name), "q3", axis=-1, hessian=text[name].hessian)
+        got, plain = (np.asarray(open_tensors(path).dense(name)) for path in (tmp_path / "q3", folder / "q3"))
+        equal = np.mean(got == np.asarray(want.materialize()))
+        assert equal > 0.98 and np.mean(got == plain) < equal, name
+    with_gradients = run("quantize", folder / "tiny.gguf", tmp_path / "none", "--gradients", code=1)
+    assert "--calibrate TEXT" in with_gradients.stderr
+
+
 # --- formats for a size
 
 

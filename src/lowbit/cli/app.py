@@ -21,6 +21,7 @@ from .options import (
     First,
     Force,
     Formats,
+    Gradients,
     Json,
     Page,
     Requantize,
@@ -83,6 +84,7 @@ def quantize(
     ] = None,
     text: Calibrate = None,
     tokens: Tokens = 4096,
+    gradients: Gradients = False,
     budget: Budget = "4GB",
     bits: Bits = None,
     size: Size = None,
@@ -112,7 +114,9 @@ def quantize(
         first = list(map(written.rule, rule or ()))
         flags = {"strict": strict, "requantize": requantize, "dequantize": dequantize}
         conversion = Conversion(source, target, to, type, force, as_json, flags, page)
-        wanted = None if text is None else CalibrationText(text, tokens, budget)
+        if gradients and text is None:
+            raise ValueError("--gradients weights the tokens of a text: give one with --calibrate TEXT.")
+        wanted = None if text is None else CalibrationText(text, tokens, gradients, budget)
         if bits is None and size is None:
             every = written.config(format or default_format(to), **options)
             return conversion.run([*first, Rule("*", every)], wanted)

@@ -20,10 +20,11 @@ from .progress import counted
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationText:
-    """The text to calibrate with: how many of its tokens, and the memory for second moments."""
+    """The text to calibrate with: how many of its tokens, whether gradients weight them, and memory for statistics."""
 
     path: Path
     tokens: int
+    gradients: bool
     budget: str
 
 
@@ -65,15 +66,17 @@ class Conversion:
             def note(text: str) -> None:
                 line(f"lowbit: {text}")
 
+            moments = None if text is None else text_moments(file, text, note, doing)
             if goal is not None:
-                chosen, rules = self.allocated(file, rules, text, goal, note, doing)
+                guided = moments if text is not None and text.gradients else None
+                chosen, rules = self.allocated(file, rules, text, goal, guided, note, doing)
             report = convert(
                 file,
                 self.target,
                 rules=list(rules),
                 to=self.to,
                 type=self.type,
-                calibration=None if text is None else text_moments(file, text, note, doing),
+                calibration=moments,
                 progress=progress,
                 note=note,
                 **self.flags,
@@ -88,6 +91,7 @@ class Conversion:
         rules: Sequence[Rule],
         text: CalibrationText | None,
         goal: Goal,
+        guided: Any,
         note: Callable[[str], None],
         doing: Callable[[str], None],
     ) -> tuple[list[tuple[str, str]], list[Rule]]:
@@ -110,6 +114,7 @@ class Conversion:
             size=goal.size,
             target=self.target,
             requantize=self.flags["requantize"],
+            guided=guided,
             doing=doing,
         )
         return found.patterns, [*found.rules, Rule("*", default_format(self.to))]
@@ -153,7 +158,7 @@ def text_moments(file: Any, text: CalibrationText, note: Callable[[str], None], 
     tokens = calibration.Text.of(file, read_text(text.path), text.tokens)
     if tokens.used < text.tokens:
         note(f"{text.path} has {tokens.tokens:,} tokens; {tokens.used:,} are used, and {text.tokens:,} were asked for.")
-    return calibration.TextMoments(source, tokens, budget=text.budget, doing=doing)
+    return calibration.TextMoments(source, tokens, gradients=text.gradients, budget=text.budget, doing=doing)
 
 
 def read_text(path: Path) -> str:

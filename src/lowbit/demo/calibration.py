@@ -70,12 +70,23 @@ class TextMoments(Mapping[str, Moments]):
     one layer at a time are in memory. Asking in the order of iteration reads the model once. Inputs are those of the
     model as it is stored, before it is quantized.
 
-    - `budget`: bytes for the second moments of a layer. A matrix whose own do not fit gets a diagonal.
+    - `gradients`: weight each row by the squared gradient of the predictions, as `calibrate(..., loss=)` does. All
+      moments are then collected at once, with the whole model in memory in float32.
+    - `budget`: bytes for the second moments of a layer, or of all of them with `gradients`. A matrix whose own do not
+      fit gets a diagonal.
     - `doing`: called with what is being done.
     """
 
-    def __init__(self, source: LlamaFile, text: Text, *, budget: str | int = "4GB", doing: Doing = lambda text: None):
-        self.source, self.text, self.budget, self.doing = source, text, budget, doing
+    def __init__(
+        self,
+        source: LlamaFile,
+        text: Text,
+        *,
+        gradients: bool = False,
+        budget: str | int = "4GB",
+        doing: Doing = lambda text: None,
+    ):
+        self.source, self.text, self.gradients, self.budget, self.doing = source, text, gradients, budget, doing
         config, names = source.config, source.layout.names
         matrices = [name for name in names if len(source.file.shape(source.name(0, name))) > 1]
         self.places = {} if source.tied else {source.layout.embed: (-1, "embed")}
@@ -88,7 +99,8 @@ class TextMoments(Mapping[str, Moments]):
     @property
     def digest(self) -> str:
         """What tells these moments from those of another text."""
-        return hashlib.sha256(json.dumps([self.text.windows, str(self.budget)]).encode()).hexdigest()
+        given = [self.text.windows, self.gradients, str(self.budget)]
+        return hashlib.sha256(json.dumps(given).encode()).hexdigest()
 
     def inputs_of(self, name: str) -> tuple[int, ...]:
         """The axes of the inputs of a matrix; a table that is only looked up has counts of its rows."""
@@ -106,7 +118,10 @@ class TextMoments(Mapping[str, Moments]):
     def __getitem__(self, name: str) -> Moments:
         number, _ = self.places[name]
         if name not in self.known:
-            self.known = self.counts(name) if number < 0 else self.observed(number)
+            if self.gradients:
+                self.known = guided_moments(self.source, self.text, "full", self.budget, self.doing)
+            else:
+                self.known = self.counts(name) if number < 0 else self.observed(number)
         return self.known[name]
 
     def counts(self, name: str) -> dict[str, Moments]:
@@ -176,12 +191,15 @@ def allocated(
     size: str | int | None,
     target: Path,
     requantize: bool,
+    guided: Mapping[str, Moments] | None = None,
     doing: Doing = lambda text: None,
 ) -> Allocation:
     """Choose a format for each tensor, for a mean of bits or for the bytes of the file `target`.
 
     - `formats`: those to choose from, each as it is written on the command line and as a config.
     - `rules`: patterns that come first; the tensors that they match count too.
+    - `guided`: moments weighted by gradients, if they are known: their second moments predict what GPTQ leaves of each
+      error. By default, diagonals are collected.
 
     The change of the predictions is estimated as `lowbit.allocate` does it, with the Fisher information: squared
     gradients of the log-likelihood of tokens that are drawn from the predictions. The model is in memory in float32.
@@ -191,7 +209,7 @@ def allocated(
         byte_count(size, "size")  # raises now, not after the gradients
     for _, config in formats:
         plans.append(plans_for(file, [*rules, Rule("*", config)], strict=False, requantize=requantize)[0])
-    guided = _sensitivities(source, text, doing)
+    guided = guided_moments(source, text, "diag", "4GB", doing) if guided is None else guided
     choices, kept = [], max(header_bytes(file, target, plan) for plan in plans)
     for number, name in enumerate(file):
         doing(f"trying formats, tensor {number + 1} of {len(file)}")
@@ -200,7 +218,9 @@ def allocated(
         if len(known) < len(configs):
             kept += file.nbytes(name)
         else:
-            choices.append(Choice.of(name, jnp.asarray(file.dense(name)), known, guided.get(name, ())))
+            choices.append(
+                Choice.of(name, jnp.asarray(file.dense(name)), known, [guided[name]] if name in guided else [])
+            )
     if not choices:
         raise ValueError(
             f"{file.path} has no tensor that can be quantized, or all are stored in a format already, which "
@@ -238,8 +258,12 @@ def patterns(formats: Mapping[str, str], names: Sequence[str]) -> list[tuple[str
     return found
 
 
-def _sensitivities(source: LlamaFile, text: Text, doing: Doing) -> dict[str, list[Moments]]:
-    """Squared inputs of each matrix, weighted by squared gradients of the log-likelihood of the predictions."""
+def guided_moments(source: LlamaFile, text: Text, rules: str, budget: str | int, doing: Doing) -> dict[str, Moments]:
+    """The moments of the inputs of each matrix, weighted by squared gradients of the predictions, by names in the file.
+
+    The loss is the likelihood of tokens that the model itself samples, whose squared gradients are the curvature of the
+    KL. The model is in memory in float32. `rules`, `budget`: as for `calibrate`.
+    """
     doing("reading the model")
     config, params = llama.load(source.file, model_fields(source.file))
 
@@ -253,15 +277,16 @@ def _sensitivities(source: LlamaFile, text: Text, doing: Doing) -> dict[str, lis
     def progress(done: int, total: int | None) -> None:
         doing(f"gradients of window {min(done + 1, total or 1)} of {total}")
 
-    found = lowbit.calibrate(forward, params, text.batches, rules="diag", loss=loss, progress=progress)
+    found = lowbit.calibrate(forward, params, text.batches, rules=rules, loss=loss, budget=budget, progress=progress)
     # The embedding has the axes of the file; all other matrices are transposed.
     ends = (("embed", source.layout.embed, None), ("head", source.layout.head, (-1,)))
-    moments = {name: [_moved(source, name, found[path], axes)] for path, name, axes in ends if path in found}
+    moments = {name: _moved(source, name, found[path], axes) for path, name, axes in ends if path in found}
     for weight in source.layout.names:
-        if (path := f"layers/{weight}") in found:
-            for i, (diag, count) in enumerate(zip(found[path].diag, found[path].count, strict=True)):
+        if (stack := found.get(f"layers/{weight}")) is not None:
+            for i, (diag, count) in enumerate(zip(stack.diag, stack.count, strict=True)):
+                hessian = None if stack.hessian is None else stack.hessian[i]
                 name = source.name(i, weight)
-                moments[name] = [Moments(source.file.shape(name), (-1,), (), diag, None, count)]
+                moments[name] = Moments(source.file.shape(name), (-1,), (), diag, hessian, count)
     return moments
 
 
