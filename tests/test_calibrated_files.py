@@ -310,7 +310,7 @@ def test_what_cannot_be_compared_or_calibrated_is_an_error(folder: Path, tmp_pat
 def test_a_text_that_is_short_is_used_whole_and_said_so(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text(WORDS)
     file, notes = GGUFFile(folder / "tiny.gguf"), list[str]()
-    text = conversion.CalibrationText(tmp_path / "short.txt", 4096, "4GB")
+    text = conversion.CalibrationText(tmp_path / "short.txt", 4096, False, "4GB")
     found = conversion.text_moments(file, text, notes.append, notes.append)
     count = found.text.used
     assert 2 < count == len(found.text.windows[0])

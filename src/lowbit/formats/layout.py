@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -214,6 +214,26 @@ def _group_max(values: jax.Array, spans: Sequence[int], group_spans: Sequence[in
     """The largest of the scales in each group."""
     axes = [a for a in range(-len(group_spans), 0) if group_spans[a] == WHOLE and span_of(spans, a) != WHOLE]
     return jnp.max(values, axis=tuple(axes), keepdims=True)
+
+
+def encode_scales(
+    layout: Layout, spans: Sequence[int], scales: jax.Array, group: jax.Array | None, by_block: Callable[[Any], Any]
+) -> dict[str, jax.Array]:
+    """Codes for scales in float32, in units of their group scales, which grow where a scale exceeds their range.
+
+    `by_block` gives each block the value of its group.
+    """
+    assert layout.scales is not None
+    if group is None:
+        unit, changed = 1, {}
+    else:
+        largest = _group_max(jnp.abs(scales), spans, layout.group_spans(spans, scales.ndim))
+        needed = largest * np.float32(1 / layout.scales.largest)
+        group = jnp.where(needed > group * np.float32(1 + 1e-6), needed, group)  # the largest may be one ulp beyond
+        unit, changed = by_block(group), {"group_scales": group}
+    codes = layout.scales.nearest(scales * reciprocal(jnp.asarray(unit, jnp.float32)))
+    finite = jnp.isfinite(scales)
+    return {"scales": jnp.where(finite, codes, np.uint8(layout.scales.nan_code or 0)), **changed}
 
 
 def _searched(

@@ -24,7 +24,7 @@ from ._inputs import axis_spans, checked_block_size, checked_dtype, checked_inpu
 from .blocks import span_of, spread
 from .components import SCALE_DTYPES, checked_scale_dtype
 from .file_layouts import E2M1, E4M3, E5M2, E8M0, FILE_LAYOUTS
-from .layout import Layout, Options, encode_blocks
+from .layout import Layout, Options, encode_blocks, encode_scales
 from .levels import Floats, Integers, Levels, Table
 from .quantized import QuantizedArray, stored
 from .table import FORMATS, Format, register_format
@@ -168,6 +168,16 @@ class PackedArray(QuantizedArray):
             return scales * group
         # A divisor for each scale: by one number the compiler would multiply with its rounded reciprocal.
         return scales / jnp.where(jnp.isnan(scales), 1, group)
+
+    def with_scales(self, scales: jax.Array) -> Self:
+        if self._has_offset_codes():
+            raise ValueError(f"A {self.format_name!r} array with offsets stored as codes cannot have other scales.")
+        if not self._has_scale_codes():
+            return super().with_scales(scales)
+        if isinstance(self.layout.group, int) or self.layout.group_divides:
+            raise ValueError(f"The scale codes of {self.format_name!r} are those of a file, and cannot be changed.")
+        scales = self.checked_scales(scales)
+        return self.replace(**encode_scales(self.layout, self.spans, scales, self.group_scales, self._by_block))
 
     def _by_block(self, group: jax.Array) -> jax.Array:
         """Values of groups as float32, one for each block, or one for the whole axis."""

@@ -93,6 +93,22 @@ class QuantizedArray(ShardedArray):
         """The scales as float32, however they are stored: bfloat16 and float16 in an array that was cast."""
         return self.scales if self.scales.dtype == jnp.float32 else self.scales.astype(jnp.float32)
 
+    def with_scales(self, scales: jax.Array) -> Self:
+        """The same codes with other scales, in the shape of `scale_values`, rounded as the array stores them."""
+        if self.coded_scales() is not None:
+            raise ValueError(f"{type(self).__name__} has double-quantized scales, which cannot be replaced.")
+        return self.replace(scales=self.checked_scales(scales).astype(self.scales.dtype))
+
+    def checked_scales(self, scales: Any) -> jax.Array:
+        """Scales as float32; raises if their shape does not fit."""
+        scales = jnp.asarray(scales, jnp.float32)
+        if scales.shape != self.scales.shape:
+            raise ValueError(
+                f"Scales of shape {scales.shape} do not fit an array of shape {self.shape}, whose scales are "
+                f"{self.scales.shape}."
+            )
+        return scales
+
     def offset_values(self) -> jax.Array | None:
         """The offsets as float32, with the spans of the scales; None if there are none."""
         return None

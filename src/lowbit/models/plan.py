@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from lowbit.adapters.array import LoraArray
 from lowbit.config import QuantizationConfig
+from lowbit.formats import QuantizedArray
 from lowbit.runtime import is_implicit
 
 from .axes import Found, axes_by_name, axes_by_program
@@ -27,12 +28,14 @@ class Plan:
 
     - `refused`: it is kept although a pattern asked for a format.
     - `unknown`: it is kept because its contracted axis is not known.
+    - `stored`: it is quantized already. It keeps its codes, and may get learned scales.
     """
 
     config: QuantizationConfig | None
     why: str
     refused: bool = False
     unknown: bool = False
+    stored: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +71,11 @@ def plan_tree(
     given = [None] * len(leaves) if scales is None else structure.flatten_up_to(scales)
     planned = [PlannedLeaf(i, paths[i], plan, given[i]) for i, plan in zip(arrays, plans, strict=True)]
     for leaf in planned if scales is not None else ():
-        if (leaf.scale is None) != (leaf.plan.config is None):
+        learns = leaf.plan.config is not None or leaf.plan.stored
+        if learns != (leaf.scale is not None):
             raise ValueError(
                 f"scales {'lacks' if leaf.scale is None else 'has'} {leaf.path}, which the patterns "
-                f"{'keep' if leaf.plan.config is None else 'quantize'}: "
+                f"{'quantize' if learns else 'keep'}: "
                 "create it with learned_scales and the same rules."
             )
     return structure, leaves, planned, unmatched
@@ -111,7 +115,7 @@ def _plans(rule: Rule, members: Mapping[int, tuple[str, Any, Found | None]]) -> 
     if rule.config is None:
         return {i: _kept(f"the pattern {rule.pattern!r}") for i in members}
     plans = {
-        i: _kept(reason, refused=not rule.is_default)
+        i: dataclasses.replace(_kept(reason, refused=not rule.is_default), stored=isinstance(leaf, QuantizedArray))
         for i, (_, leaf, _) in members.items()
         if (reason := _not_a_dense_weight(leaf))
     }

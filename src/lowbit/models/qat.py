@@ -6,8 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from lowbit.config import quantize, straight_through
+from lowbit.formats import QuantizedArray
+from lowbit.formats.blocks import spread
 
 from .patterns import Rules, naming, no_match
 from .plan import plan_tree
@@ -35,7 +39,8 @@ def straight_through_tree(
     - `strict`: as for `quantize_tree`. There is no report: without `strict`, a pattern that matches no leaf and a
       leaf that cannot be quantized as its pattern asks give a `UserWarning`.
     - `amount`, `clip`: as for `straight_through`; `amount=step >= 1000` is a warm-up in full precision.
-    - `scales`: the tree from `learned_scales`, trained together with the parameters.
+    - `scales`: the tree from `learned_scales`, trained together with the parameters. The scales of a leaf that is
+      quantized already are trained alone, and its codes stay; `amount` and `clip` do not apply to it.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params, x = {"up": {"kernel": jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)}}, jnp.ones((2, 64))
@@ -60,12 +65,22 @@ def straight_through_tree(
             stacklevel=2,
         )
     for leaf in planned:
-        if leaf.plan.config is not None:
-            with naming(leaf.path):
+        with naming(leaf.path):
+            if leaf.plan.config is not None:
                 leaves[leaf.place] = straight_through(
                     leaves[leaf.place], leaf.plan.config, amount=amount, clip=clip, scale=leaf.scale
                 )
+            elif leaf.scale is not None:
+                leaves[leaf.place] = _with_gradient(leaves[leaf.place], leaf.scale)
     return jax.tree.unflatten(structure, leaves)
+
+
+def _with_gradient(array: QuantizedArray, scale: jax.Array) -> jax.Array:
+    """The values of an array with other scales, and with the gradient of these."""
+    value = array.with_scales(lax.stop_gradient(scale)).materialize()
+    levels = array.plain().without_offsets().replace(scales=jnp.ones_like(scale)).decode()
+    change = levels * spread(scale - lax.stop_gradient(scale), array.spans, levels.shape)  # 0
+    return value + array.logical_view(change).astype(value.dtype)
 
 
 def learned_scales(
@@ -83,6 +98,9 @@ def learned_scales(
     negative one become NaN. Those of q2 to q4 and int2 to int6 may be negative, and must not become 0. The other
     arguments are those of `quantize_tree`.
 
+    The scales of leaves that are quantized already are included: trained alone, with frozen codes, they make up for
+    errors of the whole model, for instance after calibration.
+
     >>> import jax, jax.numpy as jnp, lowbit
     >>> params = {"kernel": jnp.linspace(-1, 1, 64 * 32).reshape(64, 32), "bias": jnp.zeros(32)}
     >>> scales = lowbit.learned_scales(params, "ternary")
@@ -92,6 +110,11 @@ def learned_scales(
     structure, leaves, planned, _ = plan_tree(params, rules, fn, args, strict=strict, simulated=True)
     found: list[Any] = [None] * len(leaves)
     for leaf in planned:
+        if leaf.plan.stored:
+            with naming(leaf.path):
+                scale = leaves[leaf.place].scale_values()
+                leaves[leaf.place].with_scales(scale)  # raises for formats whose scales cannot be changed
+                found[leaf.place] = scale
         if leaf.plan.config is not None:
             array, config = leaves[leaf.place], dataclasses.replace(leaf.plan.config, simulate=False)
             with naming(leaf.path):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from lowbit.config import QuantizationConfig, quantize, quantize_calibrated
+from lowbit.formats import QuantizedArray
 from lowbit.formats.moments import Moments
 from lowbit.ops.squares import squares
 from lowbit.runtime import is_implicit, materialize
@@ -58,6 +59,7 @@ def quantize_tree(
     - `strict`: raise if a pattern matches no leaf, or a leaf cannot be quantized as its pattern asks. By default the
       report says so.
     - `scales`: a tree from `learned_scales`, to quantize with and to store instead of scales computed from the weights.
+      A leaf that is quantized already keeps its codes.
     - `calibration`: from `calibrate`, to quantize for the inputs that the weights are multiplied with: by GPTQ where it
       has second moments, by a weighted search for scales where it has diagonals. The report has the output error before
       and after. A leaf that it does not help is quantized without it.
@@ -110,6 +112,11 @@ def quantized(path: str, leaf: Any, config: QuantizationConfig, scale: Any = Non
     with naming(path):
         stored = quantize(leaf, config, scale=scale)
     return stored, _error(stored, leaf)
+
+
+def _with_scales(path: str, array: QuantizedArray, scales: Any) -> QuantizedArray:
+    with naming(path):
+        return array.with_scales(scales)
 
 
 def _error(stored: Any, leaf: Any) -> float | None:
@@ -172,7 +179,11 @@ def _quantize_leaves(
                 plan = dataclasses.replace(plan, why=f"{plan.why}; no longer tied to {next(iter(same.values()))[0]}")
             config = plan.config
             if config is None:
-                result = array, None, NOT_CALIBRATED
+                result = (
+                    array if leaf.scale is None else _with_scales(leaf.path, array, leaf.scale),
+                    None,
+                    NOT_CALIBRATED,
+                )
             elif id(array) in moments:
                 result = _calibrated(leaf.path, array, config, moments[id(array)])
             else:
