@@ -11,7 +11,8 @@ with its standard error and 99 % quantile over tokens. All models are evaluated 
 values that they store. *bits* are those of all stored tensors, norms and scales included, divided by the number of
 parameters; llama.cpp's are those of its blocks.
 
-Rows *by gradients* weight the statistics by squared gradients of the likelihood of tokens that the model samples.
+Rows *by gradients* weight the statistics by squared gradients of the likelihood of tokens that the model samples. Rows
+*tuned* then train the scales, with the codes frozen, for the KL on the same windows, each seen twice.
 
 Peers get the same statistics: llama.cpp, which makes the file itself, the mean squares of the inputs, its importance
 matrix; qwix the second moments.
@@ -20,6 +21,7 @@ matrix; qwix the second moments.
 import dataclasses
 import fnmatch
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +32,7 @@ import jax.numpy as jnp
 import measure
 import model_peers
 import numpy as np
+import optax
 from calibration import prose
 
 import lowbit
@@ -48,7 +51,9 @@ CHOICES = (
 )
 # The mean of bits to allocate, and what it is compared with.
 ALLOCATED = {4.25: "uniform q4", 5.3: "IQ4_XS", 5.9: "Q4_K_M"}
-RUN = 5  # layers that get the same formats
+RUN = 1  # layers that get the same formats
+TUNED = ("q4", "q3")  # formats whose scales are trained too
+LEARNING_RATE, EPOCHS = 2e-3, 2  # of the scales, relative to their size
 
 Made = tuple[Any, int]  # dense parameters of the stored values, and the bytes stored
 
@@ -83,6 +88,8 @@ def models(model: "Model") -> dict[str, Callable[[], Made]]:
         if format in CALIBRATED:
             found[f"{format}, calibrated"] = model.own(format, guided=False)
             found[f"{format}, by gradients"] = model.own(format, guided=True)
+        if format in TUNED:
+            found[f"{format}, tuned"] = model.tuned(format)
     return found | {f"allocated, {bits} bits": model.allocated(bits) for bits in ALLOCATED}
 
 
@@ -141,14 +148,43 @@ class Model:
 
         return make
 
+    def tuned(self, rules: Any) -> Callable[[], Made]:
+        """Calibrated by gradients, and its scales trained."""
+
+        def make() -> Made:
+            start = self.quantized(self.dense.params, rules, self.statistics(True))
+            scales, steps = lowbit.learned_scales(start), EPOCHS * len(self.batches)
+            optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps), b2=0.99)
+
+            @partial(jax.jit, donate_argnums=(0, 1))
+            def step(factors: Any, state: Any, start: Any, dense: Any, tokens: jax.Array) -> Any:
+                def loss(factors: Any) -> jax.Array:
+                    new = jax.tree.map(jnp.multiply, scales, factors)
+                    logits = self.run(lowbit.straight_through_tree(start, scales=new), tokens, remat=True)
+                    return jnp.mean(divergence(logits[0], self.run(dense, tokens)[0]))
+
+                value, gradient = jax.value_and_grad(loss)(factors)
+                updates, state = optimizer.update(gradient, state)
+                return optax.apply_updates(factors, updates), state, value
+
+            factors = jax.tree.map(jnp.ones_like, scales)
+            state = optimizer.init(factors)
+            for i, tokens in enumerate(self.batches * EPOCHS):
+                factors, state, value = step(factors, state, start, self.dense.params, tokens)
+                print(f"tuning {i + 1}/{steps}: KL {value:.3f}", file=sys.stderr)
+            return stored(lowbit.quantize_tree(start, scales=jax.tree.map(jnp.multiply, scales, factors))[0])
+
+        return make
+
     def quantized(self, params: Any, rules: Any, statistics: Calibration | None) -> Any:
         args = (self.batches[0],)
         return lowbit.quantize_tree(params, rules, fn=self.run, args=args, strict=True, calibration=statistics)[0]
 
     def allocated(self, bits: float) -> Callable[[], Made]:
-        """A format for each kind of weight of each run of layers."""
+        """A format for each weight of each run of layers, calibrated by gradients."""
 
         def make() -> Made:
+            statistics = in_runs(self.statistics(True))
             params = self.dense.params | {"layers": list(runs(self.dense.params["layers"], self.dense.config.layers))}
             rules = lowbit.allocate(
                 params,
@@ -156,11 +192,11 @@ class Model:
                 batches=self.batches[:1],
                 bits=bits,
                 formats=CHOICES,
-                calibration=in_runs(self.statistics(True)),
+                calibration=statistics,
             )
             for path, config in rules.items():
                 print(path, config and f"{config.dtype} {config.block_size or ''}")
-            found, size = stored(self.quantized(params, rules, in_runs(self.statistics(False))))
+            found, size = stored(self.quantized(params, rules, statistics))
             layers = {name: jnp.concatenate([run[name] for run in found["layers"]]) for name in found["layers"][0]}
             return found | {"layers": layers}, size
 
