@@ -39,8 +39,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point relative links at the places that files have on the site."""
+    """Point relative links at the places that files have on the site, and hide a navigation of one page."""
     here = page.file.src_uri
+    if page.parent is None:  # a tab of one page needs no list of its pages
+        page.meta["hide"] = ["navigation"]
     source = next((path for path, target in OUTSIDE.items() if target == here), f"docs/{here}")
 
     def moved(link: re.Match[str]) -> str:
