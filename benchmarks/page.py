@@ -77,10 +77,12 @@ def product_table(name: str, shape: str) -> str:
 
 
 def plain_table(name: str) -> str:
+    """All rows and columns, except columns without a value."""
     found = load(name)
-    lines = ["| " + " | ".join(found["columns"]) + " |", "| --- " * len(found["columns"]) + "|"]
-    for row in found["rows"]:
-        lines.append("| " + " | ".join(map(shown, row)) + " |")
+    cells = [found["columns"], *([shown(value) for value in row] for row in found["rows"])]
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    head, *rows = zip(*columns, strict=True)
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
     return "\n".join(lines) + "\n\n" + origin(found)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -138,6 +139,8 @@ def test_it_draws_every_tensor_and_loads_nothing(page: Page, report: lowbit.Repo
         "[...document.querySelectorAll('#histograms figure')].map(x => x.querySelectorAll('line').length)"
     )
     assert shown == [len(found.levels) for found in report.histograms] and shown[0] == 3
+    titles = page.value("[...document.querySelectorAll('#histograms h3')].map(title => title.textContent)")
+    assert titles == [re.sub(r"[/.]", "\\g<0>\u200b", found.path) for found in report.histograms]  # breaks after these
     kept = page.value("[...document.querySelectorAll('#kept summary')].map(x => x.textContent)")
     assert len(kept) == 1 and kept[0].startswith("a vector: 12 tensors, 3.07 kB")
 
@@ -227,7 +230,7 @@ def test_shapes_stay_on_one_line_and_calibrated_layers_have_output_errors(tmp_pa
     with Page(tmp_path / "report.html", tmp_path / "profile") as page:
         assert page.value("document.querySelectorAll('#outputs circle').length") == 6  # without and with calibration
         assert page.value("document.getElementById('calibrated').hidden") is False
-        assert page.column(8) == ["0.000081 \u2192 0.000081"] * 3
+        assert page.column(8) == ["0.000081\u00a0\u2192\u00a00.000081"] * 3
         for width, cell in ((1200, "td:nth-child(2)"), (400, ".more .whole")):
             page.show(width=width)
             lines = f"[...document.querySelectorAll('{cell}')].map(x => x.getClientRects().length)"

@@ -57,7 +57,7 @@ def test_quantized_files_generate_what_quantized_models_do(tiny: Path, tmp_path:
     np.testing.assert_allclose(model.logits(TOKENS), want, atol=2e-4 * np.abs(want).max())
     text = run("generate", "a low", "--raw", "--tokens", 4, "--model", target).stdout
     assert text == model.tokenizer.decode(model.generate(model.tokenizer.encode("a low"), 4)) + "\n"
-    report = json.loads(run("quantize", tiny, tmp_path / "b", "--strict", "--json").output)
+    report = json.loads(run("quantize", tiny, tmp_path / "b", "--strict", "--json").stdout)
     assert report["before"] == sum(GGUFFile(tiny).nbytes(name) for name in GGUFFile(tiny))
     run("quantize", tiny, tmp_path / "c", "--strict", "--rule", "*ffn_dwn*=int8", code=1)
 
@@ -95,13 +95,13 @@ def test_hugging_face_directories_are_read_and_written(tiny: Path, tmp_path: Pat
 
 
 def test_inspect_and_compare_list_the_tensors(tiny: Path, tmp_path: Path) -> None:
-    found = json.loads(run("inspect", tiny, "--json").output)
+    found = json.loads(run("inspect", tiny, "--json").stdout)
     first = {"name": "blk.0.attn_q.weight", "shape": [64, 64], "type": "F32", "blocks": [], "bytes": 16384}
     assert found["tensors"][0] == first
     lines = run("inspect", tiny).output.splitlines()
     assert lines[0].split() == ["name", "shape", "type", "blocks", "bytes", "bits"] and lines[-1].startswith("total")
     run("quantize", tiny, tmp_path / "b.safetensors", "--format", "int8", "--rule", "*ffn_up*=binary")
-    rows = json.loads(run("compare", tiny, tmp_path / "b.safetensors", "--json").output)["tensors"]
+    rows = json.loads(run("compare", tiny, tmp_path / "b.safetensors", "--json").stdout)["tensors"]
     assert rows[0]["name"].endswith("ffn_up.weight") and 0.5 < rows[0]["error"] < 0.7
     assert [row["error"] for row in rows] == sorted((row["error"] for row in rows), reverse=True)
     assert rows[-1]["error"] == 0
@@ -155,7 +155,7 @@ def test_wrong_options_of_formats_are_named(given: tuple[str, ...], told: str, t
 
 
 def test_bench_times_products() -> None:
-    rows = json.loads(run("bench", "--size", 64, "--rows", "1,2", "--repeat", 1, "--json").output)
+    rows = json.loads(run("bench", "--size", 64, "--rows", "1,2", "--repeat", 1, "--json").stdout)
     names = ("q4", "nf4", "int8", "ternary", "binary")
     assert {row["product"] for row in rows} == {"float32", *(f"{f} {a}" for f in names for a in ("exact", "fast"))}
     assert {row["rows"] for row in rows} == {1, 2} and all(row["microseconds"] > 0 for row in rows)

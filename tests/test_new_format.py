@@ -201,3 +201,15 @@ def test_a_file_with_arrays_of_a_user_defined_class_is_kept(tmp_path) -> None:
     tree, report = lowbit.quantize_tree(lowbit.load(tmp_path / "six.safetensors"), "int8")
     assert {row.path: row.format for row in report} == {"down/weight": "int8", "up/weight": None}
     assert_same_bits(tree["up"]["weight"], q)
+
+
+def test_a_file_of_a_format_that_is_not_declared_says_what_to_do(tmp_path: Path) -> None:
+    formats.declare("halves", formats.Layout(formats.levels.Integers(4, 8), 32), error=0.08)
+    try:
+        lowbit.save(tmp_path / "w", lowbit.quantize(jnp.ones((32, 4)), "halves"))
+    finally:
+        del lowbit.FORMATS["halves"]
+    with pytest.raises(
+        ValueError, match=r"'halves' is not a declared format .*declare it with lowbit.formats.declare first\.$"
+    ):
+        lowbit.load(tmp_path / "w")

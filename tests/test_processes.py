@@ -125,7 +125,7 @@ def the_index_is_read_like_a_file(path: Path, want: Any) -> None:
     assert file.type("number") == "F32" and file.dense("number") == 0
     result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
     assert result.exit_code == 0, result.output
-    rows = {row["name"]: row for row in json.loads(result.output)["tensors"]}
+    rows = {row["name"]: row for row in json.loads(result.stdout)["tensors"]}
     blocks = [{"axis": q.axis, "size": q.block_size}]
     assert rows[name] == {"name": name, "shape": [K, N], "type": "nf4", "blocks": blocks, "bytes": q.nbytes}
 

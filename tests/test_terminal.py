@@ -1,5 +1,6 @@
 """The command in a terminal: quick answers, tables of its width, progress in lines where there is none."""
 
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 from cli_helpers import run
+from rich.console import Console
+from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 import lowbit
 from lowbit.cli import bench, options, peers, printing, progress
@@ -119,6 +122,15 @@ def test_without_a_terminal_progress_is_plain_lines(
     assert lines[-1].endswith(" s left") and not any("\x1b" in line or "\r" in line for line in lines)
     lines = run("quantize", tiny, tmp_path / "out.safetensors").stderr.splitlines()
     assert any(line.startswith("out.safetensors: ") and " MB" in line for line in lines)
+
+
+def test_a_bar_keeps_its_numbers_on_one_line() -> None:
+    console = Console(width=60, file=(out := io.StringIO()))
+    bar = progress._bar(console, DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)
+    bar.add_task("a-rather-long-name-of-a-file.safetensors", total=8_000_000, completed=4_000_000)
+    console.print(bar.get_renderable())
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("a-rather-") and "4.0/8.0 MB" in line
 
 
 def test_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

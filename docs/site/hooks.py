@@ -21,8 +21,10 @@ OUTSIDE = {
 }
 CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.DOTALL)
 TAG = re.compile(r"(<[^>]*>)")
-# A line must not break inside of these: AVX-512, M = 16, 4096 x 11008, 538 MB.
-UNBROKEN = re.compile(r"\w+-\d[\w.]*|\w = \d+|\d[\d.,]*(?: x \d[\d.,]*)+|\d[\d.,]* (?:%|(?:[kMG]?B|m?s|bits?)\b)")
+# A line must not break inside of these: AVX-512, M = 16, x @ w.T, 4096 x 11008, 0.12 ± 0.01, 55 / 60, 538 MB.
+UNBROKEN = re.compile(
+    r"\w+-\d[\w.]*|\w = \d+|\w @ \w[\w.]*|\d[\d.,]*(?: [x±/] \d[\d.,]*)+|\d[\d.,]* (?:%|(?:[kMG]?B|m?s|bits?)\b)"
+)
 SHORT_CODE = re.compile(r"<code>([^<]{1,20}</code>)")
 LINK = re.compile(r"(\]\(|(?:src|href)=\")([^)\"#:]+)(#[^)\"]*)?([)\"])")
 
@@ -31,14 +33,16 @@ def on_files(files: Files, config: Any) -> Files:
     for source, target in OUTSIDE.items():
         text = (ROOT / source).read_text("utf-8")
         if source.endswith(".py"):
-            text = f"# {source}\n\n```python\n{text}```\n"
+            text = f"`{source}`\n\n```python\n{text}```\n"  # the theme adds the title from the navigation
         files.append(File.generated(config, target, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point relative links at the places that files have on the site."""
+    """Point relative links at the places that files have on the site, and hide a navigation of one page."""
     here = page.file.src_uri
+    if page.parent is None:  # a tab of one page needs no list of its pages
+        page.meta["hide"] = ["navigation"]
     source = next((path for path, target in OUTSIDE.items() if target == here), f"docs/{here}")
 
     def moved(link: re.Match[str]) -> str:
@@ -53,14 +57,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Mark what must stay on one line in cells of tables, and the cells with text that needs some width."""
+    """Mark what must stay on one line, and the cells of tables with text that needs some width."""
+    blocks = re.split(r"(<pre.*?</pre>)", html, flags=re.DOTALL)
+    blocks[::2] = [SHORT_CODE.sub(r'<code class="unbroken">\1', _unbroken(block)) for block in blocks[::2]]
+    return CELL.sub(_wordy, "".join(blocks))
 
-    def marked(cell: re.Match[str]) -> str:
-        parts = TAG.split(cell[0])
-        text = "".join(parts[::2])
-        parts[::2] = [UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', part) for part in parts[::2]]
-        if len(text) > 24 and parts[1] in ("<td>", "<th>"):
-            parts[1] = parts[1].replace(">", ' class="wordy">')
-        return SHORT_CODE.sub(r'<code class="unbroken">\1', "".join(parts))
 
-    return CELL.sub(marked, html)
+def _unbroken(html: str) -> str:
+    parts = TAG.split(html)
+    parts[::2] = [UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _wordy(cell: re.Match[str]) -> str:
+    tag, text = cell[0].split(">", 1)
+    wordy = len(TAG.sub("", text)) > 24 and tag in ("<td", "<th")
+    return f'{tag} class="wordy">{text}' if wordy else cell[0]

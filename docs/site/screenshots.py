@@ -63,14 +63,18 @@ def report() -> lowbit.Report:
     return lowbit.quantize_tree(params, rules, fn=model, args=(ids[0],), calibration=calibration, histograms=4)[1]
 
 
-def photograph(page: Path, target: Path, scheme: str, height: int = 1560) -> None:
+def photograph(page: Path, target: Path, scheme: str) -> None:
+    """The page down to the last chart."""
     sys.path.insert(0, str(ROOT / "tests"))
     browser = importlib.import_module("browser")  # that of the tests of the report
     with tempfile.TemporaryDirectory() as profile, browser.Page(page, Path(profile)) as shown:
-        shown.show(width=1100, height=height, scheme=scheme)
+        shown.show(width=1100, scheme=scheme)
         shown.send("Emulation.setScrollbarsHidden", hidden=True)
         shown.value("new Promise(done => setTimeout(done, 300))")  # the charts are drawn for the width
-        target.write_bytes(base64.b64decode(shown.send("Page.captureScreenshot", format="png")["data"]))
+        end = shown.value("document.querySelector('#outputs').parentNode.getBoundingClientRect().bottom")
+        clip = {"x": 0, "y": 0, "width": 1100, "height": int(end) + 20, "scale": 1}
+        taken = shown.send("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        target.write_bytes(base64.b64decode(taken["data"]))
 
 
 def terminal(command: str, folder: Path) -> str:

@@ -6,7 +6,17 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Column
 
 T = TypeVar("T")
 EVERY = 10.0  # seconds between two lines
@@ -57,8 +67,7 @@ def shown(names: Sequence[T], doing: str) -> Iterator[T]:
             lines.update(number, len(names))
             yield name
         return
-    columns = (TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
+    with _bar(console, MofNCompleteColumn, TimeRemainingColumn) as bar:
         yield from bar.track(names, description=doing)
 
 
@@ -76,8 +85,7 @@ def counted(
         lines = Lines(doing, note)
         yield lambda done, total: lines.update(done, total, "bytes"), note, lines.say
         return
-    columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
+    with _bar(console, DownloadColumn, TransferSpeedColumn, TimeRemainingColumn) as bar:
         task = bar.add_task(doing, total=None)
         counting = False
 
@@ -89,6 +97,14 @@ def counted(
             bar.update(task, completed=done)
 
         yield update, note, lambda text: bar.update(task, description=f"{doing}: {text}")
+
+
+def _bar(console: Console, *columns: Callable[..., ProgressColumn]) -> Progress:
+    """A bar on one line: in a narrow terminal the bar and the description shrink, the numbers do not wrap."""
+    room = max(10, console.width - 45)  # that the numbers and a short bar leave
+    described = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=room))
+    numbers = (column(table_column=Column(no_wrap=True)) for column in columns)
+    return Progress(described, BarColumn(), *numbers, console=console, transient=True)
 
 
 def _printer(console: Console) -> Callable[[str], None]:

@@ -391,7 +391,7 @@ class QuantizedArray(ShardedArray):
         return jnp.take(component, self.index, axis=0, mode="clip")
 
     def movable(self, axes: Sequence[int]) -> Self:
-        """The array for moves along these stored axes, counted from the front.
+        """The array in a form whose elements can be moved along these stored axes, counted from the front.
 
         Its scales are decoded (`plain`) if they are stored as codes, and one group scale covers more than one element
         along one of these axes.

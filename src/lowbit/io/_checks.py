@@ -12,7 +12,7 @@ _ALWAYS = 64 << 20  # bytes that may be spent on JSON, however small the files a
 
 
 class OptionNeeded(ValueError):
-    """Something that is done only if an option asks for it.
+    """Raised for what needs an explicit option, such as replacing a file.
 
     - `problem`: what is wrong without the option. `option`: its keyword. `does`: what it does, as a clause.
 

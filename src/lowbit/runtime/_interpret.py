@@ -32,7 +32,7 @@ def implicit(fn: Callable[P, R]) -> Callable[P, R]:
     `fn` is traced once with a dense stand-in for each implicit array. Its equations are then run in order: those with
     an implicit operand by the rules (see `register`), all others untouched. It works inside and outside of `jax.jit`.
     Outside, each call traces `fn` again, which takes milliseconds to seconds: compile what is called more than once.
-    What `fn` changes in Flax NNX modules among its arguments is changed after the call.
+    Changes that `fn` makes to Flax NNX modules among its arguments are applied after the call.
 
     >>> import jax, jax.numpy as jnp, lowbit
     >>> q = lowbit.Array8B.quantize(jnp.ones((4, 3)))
@@ -289,7 +289,8 @@ def _origin(eqn: JaxprEqn, given: Sequence[Origin | None]) -> Origin | None:
 def takes_rows(eqn: JaxprEqn) -> bool:
     """Whether an equation looks up rows of a table: by a slice along the axis before the last, or by an index array.
 
-    Where rows are not multiplied they are decoded, as the rows of an embedding are. A layer of a stack is a weight.
+    Where no rule takes such rows they are decoded without a warning, as the rows of an embedding are. Selecting a layer
+    of a stack does not count: a layer is a weight.
     """
     if eqn.primitive.name not in ("slice", "dynamic_slice", "gather"):
         return False

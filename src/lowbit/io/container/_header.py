@@ -460,7 +460,8 @@ class Contents:
             shapes = jax.tree.map(lambda component: jax.ShapeDtypeStruct(component.shape, component.dtype), array)
             decoded = jax.eval_shape(_decoded, shapes)
         except Exception as error:  # a user's format may raise anything here
-            raise self.bad(where, f"is not a valid {kind}: {str(error)[:500]}") from error
+            why = str(error)[:500].removesuffix(".")
+            raise self.bad(where, f"is not a valid {kind}: {why}") from error
         if decoded.shape != shape or decoded.dtype != np.float32 or array.index is not None:
             raise self.bad(where, f"is not a valid {kind} of stored shape {shape}: it decodes to {decoded}")
 
