@@ -323,7 +323,8 @@ def test_take(target):
     def case(format, spans, columns, dtype):
         stored = Stored(format, 1, 20, columns, *spans)
         got = yield take(target, ids, stored, dtype)
-        want = stored.values[0][np.clip(ids, 0, 19)].astype(np.float32).astype(dtype)
+        with np.errstate(over="ignore"):  # products of 8-bit floats beyond float16 are infinite
+            want = stored.values[0][np.clip(ids, 0, 19)].astype(np.float32).astype(dtype)
         np.testing.assert_array_equal(got, want)
 
     spans, types = [(64, 1), (1, 64), (1, 0), (5, 7)], (jnp.float32, jnp.bfloat16, jnp.float16)
