@@ -23,7 +23,7 @@ JOBS ?= 2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
 .PRECIOUS: .venv-jax-%/test
-.PHONY: demo test test-more test-ci test-all lint tests tests-oldest tests-more tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
+.PHONY: demo test test-more test-all lint tests tests-oldest tests-more tests-every tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
   test-arm sanitize-arm wheels test-frameworks sanitize fuzz kill mutations stream train-examples docs screenshots format clean
 
 demo: $(VENV)/demo
@@ -32,28 +32,23 @@ demo: $(VENV)/demo
 # The first tier: every feature, every format and every rule once, on the newest JAX and on the oldest (tests/tiers.py).
 test: lint tests tests-oldest package
 
-# The second tier: all layouts and pairs, 100 random programs, the compiler of TPU, a browser, models of other libraries,
-# damaged files, kills, sanitizers on the kernels, and the documentation site. It repeats nothing of the first.
+# The second tier, which CI runs after the first: all layouts and the pairs that tests/tiers.py chooses, 100 random
+# programs, the compiler of TPU, the kernels for ARM in an emulator, a browser, damaged files, kills, sanitizers on the
+# kernels, and the documentation site. TPU and sanitizers have one layout of each mechanism and the best instruction set.
 test-more:
-	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-browser test-frameworks sanitize docs
-	$(MAKE) fuzz FILES=10000
-	$(MAKE) kill KILLS=40
-
-# What CI runs after `make test`: the second tier without all layouts and pairs, which take longer than CI has, and the
-# kernels for ARM in an emulator.
-test-ci:
-	$(MAKE) test-tpu-aot test-browser sanitize docs TIER='-m "not more"'
-	$(MAKE) test-arm
+	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-arm test-browser sanitize docs TIER='-m "not more"'
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
 # Which tests of the compilers and sanitizers run; all by default.
 TIER ?=
 
-# The third tier adds what takes hours or other tools.
+# The third tier adds what takes hours or other tools: every pair, all of the compilers and sanitizers, and models of
+# other libraries, whose installs and runs do not fit into the time of CI.
 test-all: test
 	$(MAKE) test-more
+	$(MAKE) tests-every test-tpu-aot sanitize test-frameworks
 	$(MAKE) $(addprefix tests-jax-,$(BETWEEN))
-	$(MAKE) test-gpu-aot test-arm sanitize-arm wheels fuzz stream kill mutations
+	$(MAKE) test-gpu-aot sanitize-arm wheels fuzz stream kill mutations
 
 # The native library of the environment was built with -Wall -Wextra -Werror.
 lint: $(VENV)/test
@@ -69,11 +64,15 @@ tests: $(VENV)/test
 	$(VENV)/bin/python $(PYTEST) -m "not more"
 
 tests-more: $(VENV)/test
-	$(VENV)/bin/python $(PYTEST) -m more
+	$(VENV)/bin/python $(PYTEST) -m "more and not every"
 
-# What meets JAX itself: runtime, rules, transformations, shardings. Each once: the formats do not depend on the version.
-MEETS_JAX := runtime register policy unknown_jax control rules transforms outside kernels cpu permuted
-ON_OLDEST := $(MEETS_JAX) sharding groups convolution lora tree
+tests-every: $(VENV)/test
+	$(VENV)/bin/python $(PYTEST) -m every
+
+# What meets JAX itself: runtime, rules, transformations, shardings, programs that are read. Each once: the formats do not
+# depend on the version, and permuted arrays, adapters, experts and convolutions use the same rules (tests-oldest-more).
+MEETS_JAX := runtime register policy unknown_jax control rules transforms outside kernels cpu
+ON_OLDEST := $(MEETS_JAX) sharding tree
 tests-oldest: $(OLDEST)/test
 	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more and not newest" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
 

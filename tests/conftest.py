@@ -41,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.thin(items)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # modules and tests stay, so that the collector need not visit them
 

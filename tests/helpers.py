@@ -28,6 +28,12 @@ class Layout:
     options: tuple[tuple[str, Any], ...] = ()
 
     def quantize(self, array: Any, **options: Any) -> QuantizedArray:
+        if isinstance(array, jax.Array) and not options:
+            return _quantize(self, array)
+        return self.as_called(array, **options)
+
+    def as_called(self, array: Any, **options: Any) -> QuantizedArray:
+        """As a user calls it: a program for each step, of which coded scales have about twenty."""
         block = {} if self.block_size is None else {"block_size": self.block_size}
         return FORMATS[self.format].quantize(array, axis=self.axis, **block, **dict(self.options), **options)
 
@@ -40,6 +46,9 @@ class Layout:
         block = f"-block{self.block_size}" if self.block_size else ""
         return f"{self.format}-axis{self.axis}{block}" + "".join(f"-{name}={value}" for name, value in self.options)
 
+
+# In one program.
+_quantize = jax.jit(Layout.as_called, static_argnums=0)
 
 AFFINE = (("offset", True), ("scale_dtype", "float16"))
 
@@ -74,7 +83,8 @@ class Weights(Mapping[str, QuantizedArray]):
         if name not in self.made:
             key = jax.random.fold_in(jax.random.key(1), [*SHAPES].index(name))
             size = 1 / 8 if name in ("square", "stack") else 1.0  # activations pass through these several times
-            self.made[name] = self.layout.quantize(jax.random.normal(key, SHAPES[name]) * size)
+            dense = jax.random.normal(key, SHAPES[name]) * size
+            self.made[name] = self.layout.quantize(dense)
         return self.made[name]
 
     def __iter__(self) -> Iterator[str]:

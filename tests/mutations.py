@@ -378,7 +378,7 @@ def _in_the_child(sources: Path, tests: str) -> int:
     import lowbit
 
     assert Path(lowbit.__file__).is_relative_to(sources), f"{lowbit.__file__} is not in {sources}"
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", *shlex.split(tests)]))
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", "-m", "not every", *shlex.split(tests)]))
 
 
 def with_fault(sources: Path, fault: Fault) -> None:

@@ -1,10 +1,13 @@
 """The targets of the native library for each instruction set, and random operands for them."""
 
+import contextlib
 import ctypes
 import functools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,21 +143,44 @@ def random_scales(rng, shape, kind):
     return values[stored] * tops, [stored, tops, none, none.reshape(0)]
 
 
+class Call(NamedTuple):
+    """A call of a target."""
+
+    function: Callable
+    operands: tuple
+
+    def run(self):
+        return jax.jit(self.function)(*self.operands)
+
+
 def matmul(target, x, stored, index, contract, dtype=jnp.float32, fast=False, sizes=()):
     n = stored.values.shape[2 - contract]
     call = jax.ffi.ffi_call(target("lowbit_matmul"), jax.ShapeDtypeStruct((*x.shape[:2], n), dtype))
-    return jax.jit(functools.partial(call, contract=np.int64(contract), fast=fast, **stored.attributes))(
-        x, *stored.operands, np.asarray(index, np.int32), np.asarray(sizes, np.int32)
-    )
+    call = functools.partial(call, contract=np.int64(contract), fast=fast, **stored.attributes)
+    return Call(call, (x, *stored.operands, np.asarray(index, np.int32), np.asarray(sizes, np.int32)))
 
 
 def take(target, ids, stored, dtype=jnp.float32):
     shape = jax.ShapeDtypeStruct((len(ids), stored.values.shape[2]), dtype)
-    call = jax.ffi.ffi_call(target("lowbit_take"), shape)
-    return jax.jit(functools.partial(call, **stored.attributes))(np.asarray(ids, np.int32), *stored.operands)
+    call = functools.partial(jax.ffi.ffi_call(target("lowbit_take"), shape), **stored.attributes)
+    return Call(call, (np.asarray(ids, np.int32), *stored.operands))
 
 
 def squares(target, x, stored, **changes):
     sums = jax.ShapeDtypeStruct(changes.pop("shape", x.shape[:2]), jnp.float32)
     call = jax.ffi.ffi_call(target("lowbit_squares"), (sums, sums))
-    return jax.jit(functools.partial(call, **(stored.attributes | changes)))(x, *stored.operands)
+    return Call(functools.partial(call, **(stored.attributes | changes)), (x, *stored.operands))
+
+
+def check_together(cases):
+    """Run the calls of several cases as one program, since compiling one for each takes longer than all calls.
+
+    A case is a generator: it yields its call, gets the result, and asserts.
+    """
+    cases = list(cases)
+    calls = [next(case) for case in cases]
+    run = jax.jit(lambda operands: [call.function(*own) for call, own in zip(calls, operands, strict=True)])
+    for case, result in zip(cases, run([call.operands for call in calls]), strict=True):
+        with contextlib.suppress(StopIteration):
+            case.send(result)
+            pytest.fail("a case has one call")

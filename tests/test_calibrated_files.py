@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from cli_helpers import huggingface_dir, left_over, run
 from test_demo import tiny_file
 
@@ -84,6 +85,7 @@ def test_the_model_passes_through_memory_once(folder: Path, tmp_path: Path, monk
     assert (tmp_path / "out" / "README.md").read_text() == "tiny"
 
 
+@tiers.MORE  # a budget that is too small shows the same of q3
 def test_reports_have_output_errors(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "int8.gguf"
     given = ("quantize", folder / "tiny.gguf", target, "--format", "int8:block_size=32,scale_dtype=float16")
@@ -195,7 +197,7 @@ def test_gradients_weight_the_moments(folder: Path, tmp_path: Path) -> None:
 # --- formats for a size
 
 
-@pytest.mark.parametrize("goal", [("--bits", "4.4"), ("--size", "62kB")])
+@pytest.mark.parametrize("goal", tiers.tiered([(("--bits", "4.4"),), (("--size", "62kB"),)], [(("--bits", "4.4"),)]))
 def test_formats_are_chosen_for_bits_or_a_size(goal: tuple[str, str], folder: Path, tmp_path: Path) -> None:
     given = ("quantize", folder / "tiny.gguf", tmp_path / "out", *goal, "--tokens", 512)
     result = run(*given, "--format", "q2,q4,int8", "--json")
@@ -215,6 +217,7 @@ def test_formats_are_chosen_for_bits_or_a_size(goal: tuple[str, str], folder: Pa
     assert (tmp_path / "again").read_bytes() == (tmp_path / "out").read_bytes()
 
 
+@tiers.MORE  # both are in the first tier alone
 def test_rules_come_before_chosen_formats_and_a_text_rounds(folder: Path, tmp_path: Path) -> None:
     given = ("quantize", folder / "tiny.gguf", tmp_path / "out", "--bits", "4.5", "--rule", "*embd*=int8")
     text = run(*given, *calibrate(folder)).output

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiers
 from cli_helpers import huggingface_dir, run
 from safetensors.numpy import load_file, save_file
 
@@ -50,7 +51,7 @@ def stored(module: str, weight: np.ndarray, method: str) -> dict[str, np.ndarray
     return {f"{module}.{name}": np.array(tensor, order="C") for name, tensor in names.items()}
 
 
-@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("method", tiers.tiered(CONFIGS, [*CONFIGS][1:]))
 def test_a_llama_runs_in_its_stored_bits(method: str, tiny: Path, tmp_path: Path) -> None:
     folder = huggingface_dir(tiny, tmp_path / "model")
     tensors = {}

@@ -163,7 +163,7 @@ def test_wrong_operands_of_take_squares_and_encode_get_an_error(target):
     dense = stored.values.astype(np.float32)
 
     def call_squares(x=dense, **changes):
-        return squares(target, x, stored, **changes)
+        return squares(target, x, stored, **changes).run()
 
     jax.block_until_ready((call_take(), call_encode(), call_squares()))
     for call, text, changes in [

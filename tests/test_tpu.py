@@ -126,7 +126,7 @@ def test_a_format_of_integers_has_fast_products_by_blocks() -> None:
 EVERY = [(-2, jnp.bfloat16), (-2, jnp.float32), (-1, jnp.float32), (-1, jnp.bfloat16)]
 
 
-@pytest.mark.parametrize(("contract", "dtype"), tiers.tiered(EVERY, EVERY[::2]))
+@pytest.mark.parametrize(("contract", "dtype"), tiers.tiered(EVERY, EVERY[:1]))
 def test_odd_shapes_equal_the_reference(any_layout: Layout, contract: int, dtype: Any) -> None:
     x, w = product(any_layout, contract, 5, 330, 200, dtype)
     assert_as_reference(x, w, contract, dtype)

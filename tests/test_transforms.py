@@ -37,7 +37,14 @@ def test_a_feature_equals_the_dense_program(feature: str, way: Layout) -> None:
     check(feature, way)
 
 
-@pytest.mark.parametrize(("feature", "way"), tiers.pairs(ALL, tiers.KINDS, ()), ids=str)
+# Eagerly, a feature runs the same rules on every kind of storage, which are compared above.
+EAGER = [pytest.param(name, tiers.ONE, marks=tiers.MORE) for name in ALL]
+EAGER += [
+    pytest.param(name, way, marks=[tiers.MORE, tiers.EVERY]) for name in ALL for way in tiers.KINDS if way != tiers.ONE
+]
+
+
+@pytest.mark.parametrize(("feature", "way"), EAGER, ids=str)
 def test_a_feature_works_eagerly_leaks_nothing_and_promotes_no_dtype(feature: str, way: Layout) -> None:
     x, p = activations(), arguments(feature, way)
     dense = lowbit.materialize(p)

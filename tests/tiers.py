@@ -1,7 +1,8 @@
 """Which tests belong to which tier: every other module of tests asks this one.
 
 `make test` runs the first tier: every feature, every format and every rule once. The rest carry the mark `more`, and
-`make test-more` runs them: all layouts and all pairs. A test without a mark belongs to the first tier.
+`make test-more` runs them: all layouts, and of long lists of pairs a systematic choice (`thin`). Other pairs carry the
+mark `every` too; `make test-all` runs them. A test without a mark belongs to the first tier.
 
 On the oldest JAX, the first tier has every feature and every rule in one layout. Rows that differ from that one in the
 format alone meet nothing else of JAX; they carry the mark `newest`, and run on the newest JAX only.
@@ -12,7 +13,8 @@ come with offsets. The tables below are chosen by that.
 """
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from lowbit import FORMATS
 
 MORE = pytest.mark.more
 NEWEST = pytest.mark.newest
+EVERY = pytest.mark.every
 
 # One format for each mechanism: codes of 8, 4, 2 and 1 bits, tables, scale codes with group scales along an axis (q4)
 # or over a matrix (nvfp4), codes in two components (q3), small floats (fp8). The other rows of the table of formats
@@ -49,9 +52,11 @@ EACH_MECHANISM = (
     Layout("nvfp4", -2, None),
 )
 
-# Features that every format runs, and the layouts of features that depend on the layout.
-OF_EVERY_FORMAT = ("matmul_left", "embedding", "scan_over_layers", "grad_of_activations")
-OF_FEATURES = (ONE, Layout("nf4", -1, 16), Layout("int4", -2, None, AFFINE))
+# Features that every format runs: products along both axes, and rows that are looked up. Then the layouts of features
+# that depend on the layout, and the features that offsets add a product to.
+OF_EVERY_FORMAT = ("tied_head", "grad_of_activations")
+OF_FEATURES = (ONE, Layout("nf4", -1, 16))
+OF_OFFSETS = ("matmul_left", "einsum_heads", "embedding", "scan_over_layers", "concatenated", "slices")
 
 
 def tiered(rows: Iterable[Any], first: Iterable[Any], on_oldest: Iterable[Any] | None = None) -> list[Any]:
@@ -95,6 +100,7 @@ def features(names: Collection[str], layout_matters: Collection[str]) -> list[An
     """Every feature in every layout, and features that depend on the layout in more layouts."""
     rows = [*itertools.product(names, layouts()), *itertools.product(layout_matters, more_layouts())]
     first = [*itertools.product(names, [ONE]), *itertools.product(layout_matters, OF_FEATURES)]
+    first += [(name, Layout("int4", -2, None, AFFINE)) for name in OF_OFFSETS]
     first += [(name, Layout(format, -2, None)) for name in OF_EVERY_FORMAT for format in FORMATS]
     return tiered(rows, first, itertools.product(names, [ONE]))
 
@@ -115,6 +121,32 @@ def parametrize_layouts(metafunc: pytest.Metafunc) -> None:
             first = mark.args if mark else one if crossed else few
             on_oldest = [ONE] if ONE in first else first[:1]
             metafunc.parametrize(argument, tiered(rows, first, on_oldest), ids=str)
+
+
+# A test with more pairs than this in the second tier is thinned out; and how many partners each layout keeps.
+MANY_PAIRS, PARTNERS = 60, 4
+
+
+def thin(items: Sequence[pytest.Item]) -> None:
+    """Mark `every` those pairs of a layout and another parameter that the second tier can do without.
+
+    It keeps every row of the other list on every kind of storage, and every layout with up to four rows, which are
+    spread evenly over the list and begin one row later for the next layout; with one of a list of up to four.
+    """
+    functions = defaultdict[str, list[tuple[pytest.Item, Layout, str]]](list)
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        ways = [value for value in params.values() if isinstance(value, Layout)]
+        if ways and item.get_closest_marker("more"):
+            others = repr([value for value in params.values() if not isinstance(value, Layout)])
+            functions[item.nodeid.split("[")[0]].append((item, ways[0], others))
+    for pairs in functions.values():
+        ways, others = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (1, 2))
+        step = len(others) if len(others) <= PARTNERS else -(-len(others) // PARTNERS)
+        for item, way, other in pairs:
+            turn = (others.index(other) - ways.index(way)) % step
+            if len(pairs) > MANY_PAIRS and way not in KINDS and turn != 0:
+                item.add_marker(EVERY)
 
 
 # How many random programs a test runs; they are the same in every run.
