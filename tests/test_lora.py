@@ -385,6 +385,21 @@ def test_experts_in_groups_of_rows() -> None:
     assert_close(got, lax.ragged_dot(x, w.materialize(), sizes))
 
 
+def test_experts_with_gate_and_up_in_one_array_are_transposed() -> None:
+    """(experts, 2, out, in), as in Gemma 4: the second axis is one of the outputs, not of a stack."""
+    sizes, x = jnp.array([1, ROWS - 3, 2]), activations()
+
+    def fn(w: Any, x: jax.Array) -> jax.Array:
+        return lax.ragged_dot(x, jnp.transpose(w, (0, 3, 1, 2)).reshape(len(sizes), K, -1), sizes)
+
+    w = lowbit.quantize_tree(jax.random.normal(KEY, (3, 2, 16, K)), "int8", fn=fn, args=(x,))[0]
+    w = adapted(w, fn=fn, args=(x,))
+    assert (w.a.shape, w.b.shape) == ((3, 2, 16, 3), (3, 3, K))
+    with lowbit.materialization("error"):
+        got = jax.jit(implicit(fn))(w, x)
+    assert_close(got, fn(w.materialize(), x))
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((64, 96), (-2, -1)), ((3, 64, 96), (-3, -2, -1))])
 def test_a_base_with_one_scale_for_all_of_its_axes(shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     w, x = jax.random.normal(KEY, shape), jax.random.normal(jax.random.key(1), (*shape[:-2], 5, 64))

@@ -189,6 +189,23 @@ def test_keras_predict_fit_and_evaluate(tmp_path: Path) -> None:
     close(other.predict(x, verbose=0), model.predict(x, verbose=0), 1e-5)
 
 
+def test_keras_stateless_calls() -> None:
+    model, x = small_keras_model(), image(8, 32)
+    lowbit.compat.keras.quantize_model(model, "int8", args=(x,))
+
+    @jax.jit
+    @lowbit.implicit
+    def scoped(values: Any, x: Any) -> Any:
+        with keras.StatelessScope(state_mapping=list(zip(model.variables, values, strict=True))):
+            return model(x)
+
+    variables = model.variables, model.trainable_variables, model.non_trainable_variables
+    every, trained, rest = ([v.value for v in some] for some in variables)
+    with lowbit.materialization("error"):
+        close(scoped(every, x), model(x), 1e-5)
+        close(jax.jit(model.stateless_call)(trained, rest, x)[0], model(x), 1e-5)
+
+
 def test_keras_errors() -> None:
     with pytest.raises(ValueError, match="has no weights yet"):
         lowbit.compat.keras.quantize_model(keras.Sequential([keras.layers.Dense(4)]), "int8")

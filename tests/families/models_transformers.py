@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from check import Model, check
+from check import Model, check, check_bfloat16
 
 import lowbit
 
@@ -28,8 +28,9 @@ def gpt2() -> Model:
     return flax("FlaxGPT2LMHeadModel", transformers.GPT2Config(**GPT2), "logits", IDS)
 
 
-def llama() -> Model:
-    return flax("FlaxLlamaForCausalLM", transformers.LlamaConfig(**LLAMA, max_position_embeddings=32), "logits", IDS)
+def llama(dtype: Any = jnp.float32) -> Model:
+    config = transformers.LlamaConfig(**LLAMA, max_position_embeddings=32)
+    return flax("FlaxLlamaForCausalLM", config, "logits", IDS, dtype=dtype)
 
 
 def mistral() -> Model:
@@ -96,6 +97,10 @@ ROWS: dict[str, tuple[Any, ...]] = {
 def test_model(name: str, tmp_path: Path) -> None:
     make, count, *rules = ROWS[name]
     check(make, count, tmp_path, *rules)
+
+
+def test_gradients_in_bfloat16() -> None:
+    check_bfloat16(llama)
 
 
 def test_generate() -> None:

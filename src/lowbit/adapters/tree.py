@@ -215,8 +215,19 @@ def _layers_and_inputs(path: str, base: Any, use: Found | None) -> _Axes | None:
     if axes is None and ndim > 2:
         return None
     first, last = (-2, -2) if axes is None else (min(axes), max(axes))
-    if last == -1:  # (out, in): the factors of the transpose work as well
-        first = last = first - 1
+    if last == -1:  # (*stack, *out, *in): the factors of the transpose work as well
+        last, first = first - 1, _first_output(use, ndim, first - 1)
     if first < -ndim:  # one scale for all axes does not distinguish inputs from outputs
         first = last = -2
     return _Axes(max(ndim + first, 0), last - max(first, -ndim) + 1)
+
+
+def _first_output(use: Found | None, ndim: int, last: int) -> int:
+    """The first axis of the outputs, counted from the end, of a weight (*stack, *out, *in); `last` is their last axis.
+
+    What the program does not use as a stack is an output, such as the gate and up projections in one array, and may be
+    transposed or merged with the others. Without a program, all axes but one are taken for a stack.
+    """
+    if use is None or not use.contracted or use.axes is None:
+        return last
+    return min(last, max(use.stacked, default=-ndim - 1) + 1)

@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from lowbit.formats.moments import Moments
 from lowbit.models.axes import axes_by_name, axes_by_program
+from lowbit.models.calls import Call
 from lowbit.models.patterns import Rule, first_matches, is_array, leaf_path, no_match
 from lowbit.models.plan import SMALL
 from lowbit.runtime import implicit, is_implicit, materialization, materialize
@@ -189,15 +190,13 @@ class _Pass:
 
     def add(self, number: int, args: tuple[Any, ...]) -> None:
         """Add the moments of a batch."""
-        given, tree = jax.tree.flatten((self.model.leaves, args), is_leaf=is_implicit)
-        at = [i for i, x in enumerate(given) if is_implicit(x) or hasattr(x, "dtype")]
-        rest = tuple((type(x), x) for i, x in enumerate(given) if i not in {*at} and i >= len(self.model.leaves))
-        key = tree, len(at), rest
+        given = Call.of((self.model.leaves, args), is_array)
+        others = tuple((type(x), x) for x in given.rest[len(self.model.leaves) :])
+        key = given.structure, given.places, others
         if key not in self.steps:
-            static = [None if i in {*at} else x for i, x in enumerate(given)]
-            self.steps[key] = jax.jit(partial(self.step, static, at, tree), donate_argnums=0)
+            self.steps[key] = jax.jit(partial(self.step, given._replace(arrays=[])), donate_argnums=0)
         with _explaining(self.model, number, args), materialization("allow"):
-            self.sums, finite = self.steps[key](self.sums, [given[i] for i in at])
+            self.sums, finite = self.steps[key](self.sums, given.arrays)
         bad = [w.path for w, fine in zip(self.members, np.asarray(finite), strict=True) if not fine]
         if bad:
             shown = ", ".join(bad[:5]) + ", ..." * (len(bad) > 5)
@@ -205,14 +204,9 @@ class _Pass:
                 f"Batch {number} gives {len(bad)} weights inputs that are NaN, infinite or too large: {shown}."
             )
 
-    def step(self, given: list[Any], at: list[int], tree: Any, sums: Any, arrays: list[Any]) -> Any:
-        full = list(given)
-        for i, x in zip(at, arrays, strict=True):
-            full[i] = x
-
+    def step(self, given: Call, sums: Any, arrays: list[Any]) -> Any:
         def scalar(probes: Any) -> jax.Array:
-            leaves, args = jax.tree.unflatten(tree, full)
-            leaves = list(leaves)
+            leaves, args = given.args(arrays)
             guided = self.model.loss is not None
             for weight, probe in zip(self.members, probes, strict=True):
                 base = leaves[weight.place]

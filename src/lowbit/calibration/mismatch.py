@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from lowbit.models.calls import Call, is_dense_array
 from lowbit.runtime import is_implicit
 
 Place = tuple[tuple[Any, int], ...]
@@ -47,17 +48,9 @@ def mismatched(
 
 def _failure(call: Callable[..., Any], leaves: Sequence[Any], args: Any) -> tuple[Place, str] | None:
     """Where in the program a call fails, and how; None if it does not."""
-    given, tree = jax.tree.flatten((list(leaves), args), is_leaf=is_implicit)
-    at = [i for i, x in enumerate(given) if hasattr(x, "dtype") and not is_implicit(x)]
-
-    def traced(arrays: list[Any]) -> Any:
-        full = list(given)
-        for i, x in zip(at, arrays, strict=True):
-            full[i] = x
-        return call(*jax.tree.unflatten(tree, full))
-
+    given = Call.of((list(leaves), args), is_dense_array)
     try:
-        jax.eval_shape(traced, [given[i] for i in at])
+        jax.eval_shape(lambda arrays: call(*given.args(arrays)), given.arrays)
     except Exception as error:
         trace, place = error.__traceback__, []
         while trace is not None:

@@ -15,6 +15,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from lowbit.runtime import _compat, implicit, is_implicit, takes_rows
 
+from .calls import Call, is_dense_array
+
 # A regular expression for the whole path, the contracted axis, and the convention. Embeddings are stored by row.
 NAMES: tuple[tuple[str, int, str], ...] = (
     (r"(.*/)?(c_attn|c_proj|c_fc)/weight", -2, "GPT-2's (in, out)"),
@@ -80,20 +82,14 @@ def axes_by_name(path: str, shape: Sequence[int]) -> Found:
 
 def axes_by_program(fn: Callable[..., Any], leaves: Sequence[Any], call: Callable[..., Any], args: Any) -> list[Found]:
     """How `fn(call(leaves), *args)` uses each leaf; leaves and arguments may be `jax.ShapeDtypeStruct`s."""
-    given, tree = jax.tree.flatten((list(leaves), args), is_leaf=is_implicit)
-    at = [i for i, x in enumerate(given) if hasattr(x, "dtype") and not is_implicit(x)]
+    given = Call.of((list(leaves), args), is_dense_array)
 
     def traced(arrays: list[Any]) -> Any:
-        full = list(given)
-        for i, x in zip(at, arrays, strict=True):
-            full[i] = x
-        leaves, args = jax.tree.unflatten(tree, full)
+        leaves, args = given.args(arrays)
         return fn(call(leaves), *args)
 
     try:
-        program: Any = jax.make_jaxpr(implicit(traced) if any(map(is_implicit, given)) else traced)(
-            [given[i] for i in at]
-        )
+        program: Any = jax.make_jaxpr(implicit(traced) if any(map(is_implicit, given.rest)) else traced)(given.arrays)
     except Exception as error:
         error.add_note("lowbit traced fn(params, *args) to see which axes of the parameters it contracts.")
         if "mesh" in str(error).lower() and _compat.mesh_in_context() is None:
@@ -103,8 +99,8 @@ def axes_by_program(fn: Callable[..., Any], leaves: Sequence[Any], call: Callabl
             )
         raise
     uses = _Uses()
-    uses.walk(program.jaxpr, [(_View(n, tuple((a,) for a in range(given[i].ndim))),) for n, i in enumerate(at)])
-    place = {i: n for n, i in enumerate(at)}
+    uses.walk(program.jaxpr, [(_View(n, tuple((a,) for a in range(x.ndim))),) for n, x in enumerate(given.arrays)])
+    place = {i: n for n, i in enumerate(given.places)}
     return [
         _conclude(uses.of.get(place[i], set()), leaf.shape) if i in place else Found(None, "not an array")
         for i, leaf in enumerate(leaves)
