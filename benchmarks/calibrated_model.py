@@ -50,7 +50,7 @@ CHOICES = (
     "int8",
 )
 # The mean of bits to allocate, and what it is compared with.
-ALLOCATED = {4.25: "uniform q4", 5.3: "IQ4_XS", 5.9: "Q4_K_M"}
+ALLOCATED = {4.25: "uniform q4", 5.25: "IQ4_XS", 5.9: "Q4_K_M"}
 RUN = 1  # layers that get the same formats
 TUNED = ("q4", "q3")  # formats whose scales are trained too
 LEARNING_RATE, EPOCHS = 2e-3, 2  # of the scales, relative to their size
