@@ -23,7 +23,7 @@ JOBS ?= 2
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
 .PRECIOUS: .venv-jax-%/test
-.PHONY: demo test test-more test-all lint tests tests-oldest tests-more tests-every tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
+.PHONY: demo test test-more test-ci test-all lint tests tests-oldest tests-more tests-every tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
   test-arm sanitize-arm wheels test-frameworks sanitize fuzz kill mutations stream train-examples docs screenshots format clean
 
 demo: $(VENV)/demo
@@ -32,21 +32,26 @@ demo: $(VENV)/demo
 # The first tier: every feature, every format and every rule once, on the newest JAX and on the oldest (tests/tiers.py).
 test: lint tests tests-oldest package
 
-# The second tier, which CI runs after the first: all layouts and the pairs that tests/tiers.py chooses, 100 random
-# programs, the compiler of TPU, the kernels for ARM in an emulator, a browser, damaged files, kills, sanitizers on the
-# kernels, and the documentation site. TPU and sanitizers have one layout of each mechanism and the best instruction set.
+# The second tier: all layouts and the pairs that tests/tiers.py chooses, 100 random programs, models of other libraries,
+# and what CI runs.
 test-more:
-	$(MAKE) tests-more tests-oldest-more test-tpu-aot test-arm test-browser sanitize docs TIER='-m "not more"'
+	$(MAKE) tests-more tests-oldest-more test-frameworks
+	$(MAKE) test-ci
+
+# What CI runs after the first tier: the compiler of TPU, the kernels for ARM in an emulator, a browser, damaged files,
+# kills, sanitizers on the kernels, and the documentation site. TPU and sanitizers have one layout of each mechanism and
+# the best instruction set.
+test-ci:
+	$(MAKE) test-tpu-aot test-arm test-browser sanitize docs TIER='-m "not more"'
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
 # Which tests of the compilers and sanitizers run; all by default.
 TIER ?=
 
-# The third tier adds what takes hours or other tools: every pair, all of the compilers and sanitizers, and models of
-# other libraries, whose installs and runs do not fit into the time of CI.
+# The third tier adds what takes hours or other tools: every pair, and all of the compilers and sanitizers.
 test-all: test
 	$(MAKE) test-more
-	$(MAKE) tests-every test-tpu-aot sanitize test-frameworks
+	$(MAKE) tests-every test-tpu-aot sanitize
 	$(MAKE) $(addprefix tests-jax-,$(BETWEEN))
 	$(MAKE) test-gpu-aot sanitize-arm wheels fuzz stream kill mutations
 
