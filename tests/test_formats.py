@@ -347,8 +347,8 @@ def test_not_finite_raises_eagerly_and_reads_as_nan_under_jit(layout: Layout, ba
     with pytest.raises(
         ValueError, match=rf"1 of 6144 values are NaN or infinite in float32, the first is {bad} at \(33, 5\)"
     ):
-        layout.quantize(w)
-    got = jax.jit(layout.quantize)(w).materialize()
+        layout.as_called(w)
+    got = jax.jit(layout.as_called)(w).materialize()
     clean = layout.quantize(jnp.ones((64, 96))).materialize()
     block = layout.spans or 96
     spoiled = np.zeros((64, 96), bool)

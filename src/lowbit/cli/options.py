@@ -74,9 +74,7 @@ Calibrate = Annotated[
     typer.Option("--calibrate", metavar="TEXT", help="Calibrate a llama on a text file (GPTQ)."),
 ]
 Tokens = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the text to use.")]
-Gradients = Annotated[
-    bool, typer.Option("--gradients", help="Weight tokens by their gradients: less loss, more time and memory.")
-]
+Gradients = Annotated[bool, typer.Option("--gradients", help="Weight its tokens by gradients: slower, better.")]
 Budget = Annotated[str, typer.Option(metavar="SIZE", help="Memory for its statistics.")]
 Bits = Annotated[float | None, typer.Option(metavar="N", help="Choose formats for a mean of bits per weight.")]
 Page = Annotated[Path | None, typer.Option("--report", metavar="PATH", help="Also write an HTML page with the errors.")]
