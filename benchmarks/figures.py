@@ -185,7 +185,9 @@ def products(table: dict[str, dict[int, float]], formats: Sequence[str] = ("q4",
 def kind_of(name: str) -> str:
     if name.startswith(("llama.cpp", "qwix")):
         return "peer"
-    return "allocated" if name.startswith("allocated") else "calibrated" if name.endswith("calibrated") else "plain"
+    if name.startswith("allocated"):
+        return "allocated"
+    return "calibrated" if name.endswith(("calibrated", "tuned")) else "plain"
 
 
 def label(name: str) -> str:
