@@ -1,5 +1,6 @@
 """Quantization-aware training: simulated values equal stored ones, and gradients pass straight through."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -274,6 +275,9 @@ def test_scales_of_quantized_leaves_are_trained_with_frozen_codes(format: str) -
     scales = learned_scales(params)
     assert_equal(scales, {name: None if name == "norm" else params[name].scale_values() for name in params})
     assert_equal(straight_through_tree(params, scales=scales), lowbit.dequantize_tree(params))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a pattern that names a quantized leaf asks for nothing more
+        straight_through_tree(params, {"[ab]": format, "*": None}, scales=scales)
     other = jax.tree.map(lambda s: 1.3 * s, scales)
     stored, report = quantize_tree(params, scales=other)
     assert [row.path for row in report] == ["a", "b", "norm"]

@@ -56,7 +56,7 @@ def straight_through_tree(
     structure, leaves, planned, unmatched = plan_tree(
         params, rules, fn, args, strict=strict, scales=scales, simulated=True
     )
-    refused = [f"{leaf.path}: {leaf.plan.why}." for leaf in planned if leaf.plan.refused]
+    refused = [f"{leaf.path}: {leaf.plan.why}." for leaf in planned if leaf.plan.refused and leaf.scale is None]
     if unmatched or refused:
         said = [no_match(unmatched, [leaf.path for leaf in planned])] if unmatched else []
         warnings.warn(
