@@ -327,11 +327,16 @@ def test_the_largest_and_the_smallest_floats(format: lowbit.Format, size: float)
     steps = layout.levels.largest * (layout.scales.largest if layout.group else 1) if layout else 1
     signs = np.array([[1, -1] * 32], np.float32)
     size = np.float32(max(size, 4e-38 * steps))
+    # Integers of few bits are not symmetric: the best scale of int2 represents -1.2 and 0.6 for -1 and 1.
+    if format.name == "int2":
+        size = min(size, np.float32(2.5e38))
     values = np.asarray(format.quantize(jnp.asarray(size * signs), axis=-1).materialize()) / size
-    if layout is None or (layout.scales is None and format.name != "int2"):
+    if layout is None or (layout.scales is None and format.name not in ("int2", "int3")):
         np.testing.assert_allclose(values, signs, rtol=1e-5)
     else:
-        assert np.linalg.norm(values - signs) <= format.error * np.linalg.norm(signs)
+        # All weights have the same magnitude, which may lie in the middle of 4 and 6, the widest gap of mxfp4.
+        most = 0.2 if format.name == "mxfp4" else format.error
+        assert np.linalg.norm(values - signs) <= most * np.linalg.norm(signs)
 
 
 def test_empty_with_double_quantization() -> None:
