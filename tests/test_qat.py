@@ -347,8 +347,12 @@ def test_errors_name_what_was_asked() -> None:
     with pytest.raises(ValueError, match=r"double_quant=True stores other scales"):
         learned_scales(params, QuantizationConfig("nf4", double_quant=True))
     double = {"kernel": lowbit.quantize(w, double_quant=True)}
-    with pytest.raises(ValueError, match="kernel: ArrayNF4 has double-quantized scales, which cannot be replaced"):
+    with pytest.raises(ValueError, match=r"kernel: ArrayNF4 has double-quantized scales.* a pattern to None"):
         learned_scales(double)
+    assert learned_scales(double | params, {"kernel": None, "*": "int8"})["kernel"] is None
+    with pytest.raises(ValueError, match=r"kernel: 32 of 32 scales are NaN or infinite"):
+        spoiled = {"kernel": jnp.full((1, 32), jnp.nan), "other": {"kernel": None}}
+        quantize_tree(stored, {"kernel": "int8"}, scales=spoiled)
     with pytest.raises(ValueError, match=r"kernel: Scales of shape \(3,\) do not fit .* whose scales are \(1, 32\)"):
         quantize_tree(stored, {"kernel": "int8"}, scales={"kernel": jnp.ones(3), "other": {"kernel": None}})
     with pytest.raises(

@@ -229,7 +229,8 @@ def encode_scales(
     else:
         largest = _group_max(jnp.abs(scales), spans, layout.group_spans(spans, scales.ndim))
         needed = largest * np.float32(1 / layout.scales.largest)
-        group = jnp.where(needed > group * np.float32(1 + 1e-6), needed, group)  # the largest may be one ulp beyond
+        exceeded = needed > group * np.float32(1 + 1e-6)  # the largest may be one ulp beyond
+        group = jnp.where(exceeded, needed, group).astype(group.dtype)
         unit, changed = by_block(group), {"group_scales": group}
     codes = layout.scales.nearest(scales * reciprocal(jnp.asarray(unit, jnp.float32)))
     finite = jnp.isfinite(scales)

@@ -26,7 +26,7 @@ from .components import SCALE_DTYPES, checked_scale_dtype
 from .file_layouts import E2M1, E4M3, E5M2, E8M0, FILE_LAYOUTS
 from .layout import Layout, Options, encode_blocks, encode_scales
 from .levels import Floats, Integers, Levels, Table
-from .quantized import QuantizedArray, stored
+from .quantized import KEEP, QuantizedArray, stored
 from .table import FORMATS, Format, register_format
 
 # Scales as signed floats of 1 + 3 + 4 bits: a sign mirrors a table that is not symmetric.
@@ -171,11 +171,15 @@ class PackedArray(QuantizedArray):
 
     def with_scales(self, scales: jax.Array) -> Self:
         if self._has_offset_codes():
-            raise ValueError(f"A {self.format_name!r} array with offsets stored as codes cannot have other scales.")
+            raise ValueError(
+                f"A {self.format_name!r} array with offsets stored as codes cannot have other scales: {KEEP}."
+            )
         if not self._has_scale_codes():
             return super().with_scales(scales)
         if isinstance(self.layout.group, int) or self.layout.group_divides:
-            raise ValueError(f"The scale codes of {self.format_name!r} are those of a file, and cannot be changed.")
+            raise ValueError(
+                f"The scale codes of {self.format_name!r} are those of a file, and cannot be changed: {KEEP}."
+            )
         scales = self.checked_scales(scales)
         return self.replace(**encode_scales(self.layout, self.spans, scales, self.group_scales, self._by_block))
 

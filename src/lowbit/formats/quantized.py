@@ -27,6 +27,8 @@ from .table import Format, format_of
 stored = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 """Decorator for a class of quantized arrays: a frozen dataclass that keeps the constructor of `QuantizedArray`."""
 
+KEEP = "keep the leaf by a pattern to None"  # in errors of `with_scales`
+
 
 @stored
 class QuantizedArray(ShardedArray):
@@ -96,17 +98,22 @@ class QuantizedArray(ShardedArray):
     def with_scales(self, scales: jax.Array) -> Self:
         """The same codes with other scales, in the shape of `scale_values`, rounded as the array stores them."""
         if self.coded_scales() is not None:
-            raise ValueError(f"{type(self).__name__} has double-quantized scales, which cannot be replaced.")
+            raise ValueError(
+                f"{type(self).__name__} has double-quantized scales, which cannot be replaced: {KEEP}, or decode them "
+                "with plain()."
+            )
         return self.replace(scales=self.checked_scales(scales).astype(self.scales.dtype))
 
     def checked_scales(self, scales: Any) -> jax.Array:
-        """Scales as float32; raises if their shape does not fit."""
+        """Scales as float32; raises if their shape does not fit, or if some are known not to be finite."""
         scales = jnp.asarray(scales, jnp.float32)
         if scales.shape != self.scales.shape:
             raise ValueError(
                 f"Scales of shape {scales.shape} do not fit an array of shape {self.shape}, whose scales are "
                 f"{self.scales.shape}."
             )
+        if not isinstance(scales, Tracer) and (bad := int((~jnp.isfinite(scales)).sum())):
+            raise ValueError(f"{bad:,} of {scales.size:,} scales are NaN or infinite.")
         return scales
 
     def offset_values(self) -> jax.Array | None:
