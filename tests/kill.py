@@ -142,8 +142,9 @@ def tortured(folder: Path, kind: str, kills: int, seed: int) -> dict[str, int]:
     assert contents(target) == wanted[1] != wanted[0]
     counts = dict.fromkeys(("killed", "interrupted", "finished", "resumed", "part", "mixed", "replaced"), 0)
     new = done = 0  # which source is being written; how many runs were stopped
+    repeated = False  # whether a run began by completing the directory of a killed one, and then writes the same again
     while done < kills:
-        known = max(lines(journal), 1)
+        known, repeated = max(lines(journal), 1), repeated or _directory.is_pending(target)
         child = start(sources[new], target, log)
         before = done % 4 == 3 or not begun(child, journal, known)  # most of the time of a run is its start
         last = times[1] - times[0] if before else times[2] - times[1]
@@ -165,11 +166,11 @@ def tortured(folder: Path, kind: str, kills: int, seed: int) -> dict[str, int]:
         else:
             done += 1
             counts["killed" if how == signal.SIGKILL else "interrupted"] += 1
-        if found == wanted[new]:
-            counts["replaced"] += 1
-            new = 1 - new
-            # A run that is killed after the rename leaves a journal without a staging file, which the next run removes.
+        # A run that is killed after the rename leaves a journal without a staging file, which the next run removes.
+        if found == wanted[new] and not (repeated and ".lowbit-out.part" in beside):
             assert beside <= {".lowbit-out.journal"}, beside
+            counts["replaced"] += 1
+            new, repeated = 1 - new, False
     assert whole(sources[new], target, log) == wanted[new]
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
     return counts
