@@ -50,6 +50,11 @@ LOWBIT_INLINE int32_t largest_of_8(__m256i a) {
   b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
   return _mm_cvtsi128_si32(_mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
 }
+LOWBIT_INLINE int32_t sum_of_8(__m256i a) {
+  __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
 #endif
 
 // Wraps an intrinsic of two vectors, whose types differ between instruction sets and compilers.
@@ -64,6 +69,11 @@ LOWBIT_INLINE int32_t largest(I a) {
   __m256i halves[2];
   memcpy(halves, &a, sizeof(a));
   return largest_of_8(_mm256_max_epi32(halves[0], halves[1]));
+}
+LOWBIT_INLINE int32_t sum_of(I a) {
+  __m256i halves[2];
+  memcpy(halves, &a, sizeof(a));
+  return sum_of_8(_mm256_add_epi32(halves[0], halves[1]));
 }
 
 // table[index] for an index below 8
@@ -112,11 +122,7 @@ LOWBIT_INLINE Bytes lookup(const uint8_t (&table)[16], Bytes index) {
   const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return reinterpret_cast<Bytes>(_mm512_permutexvar_epi8(reinterpret_cast<__m512i>(index), tables));
 }
-// Dword i of 128-bit lane j goes to dword j of lane i.
-LOWBIT_INLINE Bytes swap_parts(Bytes a) {
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return reinterpret_cast<Bytes>(_mm512_permutexvar_epi32(order, reinterpret_cast<__m512i>(a)));
-}
+LOWBIT_INLINE Bytes swap_parts(Bytes a) { return a; }
 // 128-bit lane i of vector j goes to lane j of vector i.
 LOWBIT_INLINE void transpose_parts(Bytes* v, int stride) {
   __m512i a[4];
@@ -161,6 +167,7 @@ LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
 #elif defined(LOWBIT_AVX2)
 
 LOWBIT_INLINE int32_t largest(I a) { return largest_of_8(reinterpret_cast<__m256i>(a)); }
+LOWBIT_INLINE int32_t sum_of(I a) { return sum_of_8(reinterpret_cast<__m256i>(a)); }
 
 LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
   return permute(load(table), reinterpret_cast<__m256i>(index));
@@ -203,6 +210,7 @@ LOWBIT_INLINE Bytes lookup(const uint8_t (&table)[16], Bytes index) {
   const __m256i tables = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return reinterpret_cast<Bytes>(_mm256_shuffle_epi8(tables, reinterpret_cast<__m256i>(index & 15)));
 }
+// Dword i of 128-bit lane j goes to dword j of lane i.
 LOWBIT_INLINE Bytes swap_parts(Bytes a) {
   const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
   return reinterpret_cast<Bytes>(_mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(a), order));
@@ -256,6 +264,7 @@ LOWBIT_INLINE int32_t largest(I a) {
 LOWBIT_INLINE F lookup(const float (&table)[16], I index) {
   return F{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
 }
+LOWBIT_INLINE int32_t sum_of(I a) { return a[0] + a[1] + (a[2] + a[3]); }
 // Of numbers below 2^22: adding 1.5 * 2^23 leaves the rounded integer in the last bits.
 LOWBIT_INLINE I round_to_int(F a) { return as_ints(a + broadcast(0x1.8p23f)) - as_ints(broadcast(0x1.8p23f)); }
 LOWBIT_INLINE F to_float(I a) { return __builtin_convertvector(a, F); }
@@ -332,15 +341,39 @@ LOWBIT_INLINE void join_pairs(F first, F second, F& a, F& b) {
 
 namespace lowbit::LOWBIT_ISA {
 
-// Interleaves the bytes of four rows: dword i, counted over all four vectors, holds byte i of each row.
-LOWBIT_INLINE void interleave_rows(Bytes r[4]) {
-  for (int i = 0; i < 4; ++i) r[i] = swap_parts(r[i]);
-  const Bytes a = low_bytes(r[0], r[1]), b = high_bytes(r[0], r[1]);
-  const Bytes c = low_bytes(r[2], r[3]), d = high_bytes(r[2], r[3]);
-  r[0] = low_words(a, c);
-  r[1] = high_words(a, c);
-  r[2] = low_words(b, d);
-  r[3] = high_words(b, d);
+// The bytes of four rows, interleaved: of the four vectors that result, kCount from the first one on. Dword i, counted
+// over all four, holds byte i of each row; but with AVX-512 the dwords of each 128-bit part stay there: part i of
+// vector j is then what part j of vector i should be (`turn_parts`), which saves a shuffle for each row.
+template <int kFirst, int kCount>
+LOWBIT_INLINE void interleave_rows(const Bytes rows[4], Bytes v[kCount]) {
+  Bytes r[4];
+  for (int i = 0; i < 4; ++i) r[i] = swap_parts(rows[i]);
+  for (int i = 0; i < kCount; ++i) {
+    const bool upper = kFirst + i >= 2;
+    const Bytes a = upper ? high_bytes(r[0], r[1]) : low_bytes(r[0], r[1]);
+    const Bytes b = upper ? high_bytes(r[2], r[3]) : low_bytes(r[2], r[3]);
+    v[i] = (kFirst + i) % 2 == 0 ? low_words(a, b) : high_words(a, b);
+  }
+}
+
+// Between the order that `interleave_rows` leaves and that of the columns; v has `stride` times four vectors.
+LOWBIT_INLINE void turn_parts([[maybe_unused]] Bytes* v, [[maybe_unused]] int stride) {
+#if defined(LOWBIT_AVX512)
+  for (int i = 0; i < stride; ++i) transpose_parts(v + i, stride);
+#endif
+}
+// The same for bytes of 8 * kLanes columns, of which each has one, if a vector has the even or the odd columns.
+LOWBIT_INLINE const uint8_t* turn_bytes(const uint8_t* bytes, [[maybe_unused]] uint8_t turned[8 * kLanes]) {
+#if defined(LOWBIT_AVX512)
+  const __m512i low = _mm512_loadu_si512(bytes), high = _mm512_loadu_si512(bytes + 64);
+  const __m512i order = _mm512_setr_epi64(0, 4, 8, 12, 1, 5, 9, 13);
+  _mm512_storeu_si512(turned, _mm512_permutex2var_epi64(low, order, high));
+  const __m512i others = _mm512_add_epi64(order, _mm512_set1_epi64(2));
+  _mm512_storeu_si512(turned + 64, _mm512_permutex2var_epi64(low, others, high));
+  return turned;
+#else
+  return bytes;
+#endif
 }
 
 // Dword i of vector j goes to dword j of vector i.

@@ -5,6 +5,7 @@
 namespace lowbit::LOWBIT_ISA {
 
 LOWBIT_INLINE int32_t largest(I a) { return vmaxvq_s32(reinterpret_cast<int32x4_t>(a)); }
+LOWBIT_INLINE int32_t sum_of(I a) { return vaddvq_s32(reinterpret_cast<int32x4_t>(a)); }
 
 // The bytes of four floats or integers, from a table of bytes: dword i of the result is dword index[i] of the table.
 LOWBIT_INLINE uint8x16_t bytes_of_dwords(I index) {

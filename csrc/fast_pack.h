@@ -51,9 +51,7 @@ inline int32_t round_all(const float* x, int64_t count, F factor, int8_t* q) {
     pack_codes<1>(rounded, bytes);
     memcpy(q + whole, bytes, static_cast<size_t>(count - whole));
   }
-  uint32_t total = 0;
-  for (int i = 0; i < kLanes; ++i) total += static_cast<uint32_t>(sum[i]);
-  return static_cast<int32_t>(total);
+  return sum_of(sum);
 }
 
 // Quantizes one row of x to int8, with its scales [block][row] and seeds [span][row].
@@ -87,7 +85,8 @@ void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t r
     const int8_t* from = q + s * tiling.slab;
     const auto out = [&](int64_t g) { return first + (g / kPair * kPair * tile_rows + g % kPair) * kSize; };
     if (!contract_last || kPer == 1) {
-      for (int64_t g = 0; g < groups; ++g)
+      for (int64_t g = 0; kSize == 4 && g < groups; ++g) memcpy(out(g), from + 4 * g, 4);
+      for (int64_t g = 0; kSize != 4 && g < groups; ++g)
         put_x<kSize>(from[4 * g], from[4 * g + 1], from[4 * g + 2], from[4 * g + 3], out(g));
       continue;
     }
@@ -163,7 +162,7 @@ LOWBIT_INLINE void put_rows(const D& decoder, const uint8_t* const rows[kGroup],
   for (int part = 0; part < kTileBytes<D> / kBytes; ++part) {
     Bytes v[kGroup];
     for (int i = 0; i < kGroup; ++i) v[i] = load_as<Bytes>(rows[i] + part * kBytes);
-    for (int i = 0; i < kGroup; i += 4) interleave_rows(v + i);
+    for (int i = 0; i < kGroup; i += 4) interleave_rows<0, 4>(v + i, v + i);
     for (int j = 0; j < 4; ++j) {
       const int first = (part * 4 + j) * D::kPerByte;
       if constexpr (kPair == 2) pair_columns(v[j], v[4 + j]);
@@ -251,17 +250,32 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
   }
 }
 
+// The columns of four vectors of stored bytes, or of as many vectors of each of their codes.
+template <typename D>
+constexpr int64_t kTurned = 4 * D::kPerByte * kLanes;
+
 // out = the vectors of a tile's row in column order
-template <int kPer>
+template <typename D>
 LOWBIT_INLINE void in_column_order(const float* values, int64_t columns, float* out) {
-  for (int64_t v = 0; v < columns; v += kPer * kLanes) {
-    if constexpr (kPer == 2) {
+  constexpr int kPer = D::kPerByte;
+  for (int64_t at = 0; at < columns; at += kTurned<D>, out += kTurned<D>) {
+    Bytes v[4 * kPer];
+    memcpy(v, values + at, sizeof(v));
+    turn_parts(v, kPer);
+    for (int j = 0; kPer == 2 && j < 4; ++j) {
       F a, b;
-      join_pairs(load(values + v), load(values + v + kLanes), a, b);
-      store(out + v, a);
-      store(out + v + kLanes, b);
-    } else {
-      for (int i = 0; i < kPer * kLanes; ++i) out[v + i % kLanes * kPer + i / kLanes] = values[v + i];
+      join_pairs(reinterpret_cast<F>(v[2 * j]), reinterpret_cast<F>(v[2 * j + 1]), a, b);
+      v[2 * j] = reinterpret_cast<Bytes>(a);
+      v[2 * j + 1] = reinterpret_cast<Bytes>(b);
+    }
+    if (kPer <= 2) {
+      memcpy(out, v, sizeof(v));
+      continue;
+    }
+    float turned[kTurned<D>];
+    memcpy(turned, v, sizeof(v));
+    for (int i = 0; i < kTurned<D>; ++i) {
+      out[i / (kPer * kLanes) * kPer * kLanes + i % kLanes * kPer + i / kLanes % kPer] = turned[i];
     }
   }
 }
@@ -296,8 +310,10 @@ void panel_scales(const Matrix& w, int64_t k, int64_t tile, float* out) {
     uint8_t ends[kColumns] = {};
     if (count < kColumns) codes = static_cast<const uint8_t*>(memcpy(ends, codes, static_cast<size_t>(count)));
     for (int64_t j = 0; j < kColumns; j += 2 * kLanes) {
+      uint8_t buffer[8 * kLanes];
+      const uint8_t* turned = turn_bytes(codes + j / kTurned<D> * kTurned<D>, buffer) + j % kTurned<D>;
       F even, odd;
-      floats.pairs(codes + j, even, odd);
+      floats.pairs(turned, even, odd);
       store(out + j, even);
       store(out + j + kLanes, odd);
     }
@@ -321,6 +337,12 @@ void panel_scales(const Matrix& w, int64_t k, int64_t tile, float* out) {
     } else {
       for (int64_t i = 0; i < kLanes * kPer; ++i) out[j + i % kPer * kLanes + i / kPer] = scales[j + i];
     }
+  }
+  for (int64_t j = 0; j < kColumns; j += kTurned<D>) {
+    Bytes v[4 * kPer];
+    memcpy(v, out + j, sizeof(v));
+    turn_parts(v, kPer);
+    memcpy(out + j, v, sizeof(v));
   }
 }
 

@@ -10,20 +10,28 @@ namespace lowbit::LOWBIT_ISA {
 
 constexpr int64_t kFastGroup = 8;  // stored rows that are interleaved at a time
 
-// Groups of rows whose sums stay in registers: as many as blocks of 32 rows have, if there are enough registers and
-// a vector is a whole line of the cache. Rows are often a power of two apart, so of a line that is read in two halves
-// the second is no longer in L1 after 32 rows.
+// Where a vector is a whole line of the cache, sums stay in registers over several groups of rows: those of all columns
+// of a line, or of a half or a quarter of them at a time. 0 if even a quarter has too many.
 template <int kM, typename D>
-constexpr int64_t kFastGroups = kBytes < 64 || kM > 1 || D::kPerByte == 8 ? 1
-                                : D::kPerByte == 1                        ? 2
-                                                                          : 4;
+constexpr int kFastParts = kBytes < 64              ? 0
+                           : kM * D::kPerByte <= 4  ? 4
+                           : kM * D::kPerByte <= 8  ? 2
+                           : kM * D::kPerByte <= 16 ? 1
+                                                    : 0;
+
+// Such groups: as many as blocks of 32 rows have. Rows are often a power of two apart, so of a line that is read in two
+// halves the second is no longer in L1 after 32 rows.
+template <int kM, typename D>
+constexpr int64_t kFastGroups = kFastParts<kM, D> == 0        ? 1
+                                : kM == 1 && D::kPerByte == 1 ? 2
+                                                              : 4;
 
 // With several rows of x, strips of so many bytes of so many rows are read at a time: their sums stay in L1.
 constexpr int64_t kFewStrip = 256, kFewDepth = 64;
 
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
-  if (!p.contract_last) return p.m <= kFewRows;
+  if (!p.contract_last) return p.m <= kFewRows && (kBytes < 64 || p.m * D::kPerByte <= 16);
   return p.m == 1 && (!tiling.blocked || tiling.span % (kBytes * D::kPerByte) == 0 || short_spans<D>(tiling));
 }
 
@@ -98,25 +106,11 @@ LOWBIT_INLINE void put_sum(I sum, const FastSums& to, int m, int64_t at) {
   store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
 }
 
-// The last sums of two codes per byte. Their scales are decoded here, between the products, so that the memory is not
-// idle while a row of scales is decoded.
-LOWBIT_INLINE void put_coded(const I (&sums)[4][2], const FastSums& to, int64_t at) {
-  const F x_scale = broadcast(to.x_scales[0]);
-  for (int j = 0; j < 4; ++j, at += 2 * kLanes) {
-    F scales[2];
-    to.floats.pairs(to.scale_codes + at, scales[0], scales[1]);
-    for (int i = 0; i < 2; ++i) {
-      float* out = to.sums + at + i * kLanes;
-      store(out, fma(to_float(sums[j][i]), x_scale * scales[i], load(out)));
-    }
-  }
-}
-
 // Loads four rows and four more, and interleaves each four.
 LOWBIT_INLINE void load_group(const uint8_t* const rows[kFastGroup], int64_t byte, Bytes v[kFastGroup]) {
   for (int r = 0; r < kFastGroup; ++r) v[r] = load_as<Bytes>(rows[r] + byte);
-  interleave_rows(v);
-  interleave_rows(v + 4);
+  interleave_rows<0, 4>(v, v);
+  interleave_rows<0, 4>(v + 4, v + 4);
 }
 
 // The i-th and later codes of kBytes of the rows `a` and `b`, times q (kM, kFastGroup), are added to the sums.
@@ -133,20 +127,72 @@ LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, const int8_t* q
   }
 }
 
-// The same for one row of x, whose sums are in registers.
-template <int i = 0, typename D>
-LOWBIT_INLINE void add_codes(const D& decoder, I (&sums)[D::kPerByte], Bytes a, Bytes b, I xa, I xb) {
+#if defined(LOWBIT_AVX512)
+
+// sums += the codes of `a` and `b` times q (kM, kFastGroup)
+template <int kM, int i = 0, typename D>
+LOWBIT_INLINE void add_codes(const D& decoder, I (&sums)[kM][D::kPerByte], Bytes a, Bytes b, const int8_t* q) {
   if constexpr (i < D::kPerByte) {
-    add_two<i>(decoder, sums[i], a, xa, b, xb);
-    add_codes<i + 1>(decoder, sums, a, b, xa, xb);
+    const Bytes levels_a = decoder.template bytes<i>(a), levels_b = decoder.template bytes<i>(b);
+    for (int m = 0; m < kM; ++m) {
+      add_dots(sums[m][i], levels_a, splat(q + m * kFastGroup));
+      add_dots(sums[m][i], levels_b, splat(q + m * kFastGroup + 4));
+    }
+    add_codes<kM, i + 1>(decoder, sums, a, b, q);
   }
 }
+
+// Vectors kPart and later of a line of all groups.
+template <int kM, bool kFirst, bool kLast, int kPart, typename D>
+LOWBIT_INLINE void add_line(const D& decoder, const uint8_t* const* rows, int64_t groups, int64_t byte, const int8_t* q,
+                            const uint8_t* next, const uint8_t* codes, const FastSums& to, int64_t at) {
+  constexpr int kPer = D::kPerByte, kCount = kFastParts<kM, D>;
+  I sums[kCount][kM][kPer];
+  for (int j = 0; j < kCount; ++j) {
+    for (int m = 0; m < kM; ++m) {
+      for (int i = 0; i < kPer; ++i) {
+        sums[j][m][i] = first_sum<kFirst>(to, m, at + m * to.width + ((kPart + j) * kPer + i) * kLanes);
+      }
+    }
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    for (int r = 0; kPart == 0 && r < kFastGroup; ++r) prefetch_far(next + 64 * (g * kFastGroup + r));
+    Bytes v[kFastGroup], a[kCount], b[kCount];
+    for (int r = 0; r < kFastGroup; ++r) v[r] = load_as<Bytes>(rows[g * kFastGroup + r] + byte);
+    interleave_rows<kPart, kCount>(v, a);
+    interleave_rows<kPart, kCount>(v + 4, b);
+    for (int j = 0; j < kCount; ++j) add_codes<kM>(decoder, sums[j], a[j], b[j], q + g * kM * kFastGroup);
+  }
+  for (int j = 0; j < kCount; ++j) {
+    F scales[kPer];
+    if constexpr (kLast && kPer == 2) {
+      if (codes != nullptr) to.floats.pairs(codes + (kPart + j) * 2 * kLanes, scales[0], scales[1]);
+    }
+    for (int m = 0; m < kM; ++m) {
+      for (int i = 0; i < kPer; ++i) {
+        const int64_t place = at + m * to.width + ((kPart + j) * kPer + i) * kLanes;
+        if (kLast && kPer == 2 && codes != nullptr) {
+          const F scale = broadcast(to.x_scales[m]) * scales[i];
+          store(to.sums + place, fma(to_float(sums[j][m][i]), scale, load(to.sums + place)));
+        } else {
+          put_sum<kLast>(sums[j][m][i], to, m, place);
+        }
+      }
+    }
+  }
+  if constexpr (kPart + kCount < 4) {
+    add_line<kM, kFirst, kLast, kPart + kCount>(decoder, rows, groups, byte, q, next, codes, to, at);
+  }
+}
+
+#endif
 
 // Adds `groups` of kFastGroup stored rows times q (kM, kFastGroup) of each, kBytes of each row at a time. The last rows
 // may be repeated, with q = 0.
 template <int kM, bool kFirst, bool kLast, typename D>
-__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const* rows, int64_t groups, int64_t parts,
-                                             int64_t ahead, const int8_t* from, const FastSums& where) {
+__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const* rows,
+                                             [[maybe_unused]] int64_t groups, int64_t parts, int64_t ahead,
+                                             const int8_t* from, const FastSums& where) {
   constexpr int kPer = D::kPerByte;
   const D decoder = shared;
   const FastSums to = where;  // copies that the stores cannot alias
@@ -156,30 +202,21 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
   [[maybe_unused]] const uint8_t* next = rows[0] + ahead;
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t byte = part * kBytes, at = part * 4 * kLanes * kPer;
-    Bytes v[kFastGroup];
-    if constexpr (kFastGroups<kM, D> == 1) {
+    if constexpr (kFastParts<kM, D> == 0) {
+      Bytes v[kFastGroup];
       for (int r = 0; byte % 64 == 0 && r < kFastGroup; ++r) prefetch(rows[r] + byte + ahead);
       load_group(rows, byte, v);
       for (int j = 0; j < 4; ++j) {
         add_codes<kM, kFirst, kLast>(decoder, v[j], v[4 + j], q, to, at + j * kLanes * kPer);
       }
     } else {
-      I sums[4][kPer];
-      for (int s = 0; s < 4 * kPer; ++s) sums[s / kPer][s % kPer] = first_sum<kFirst>(to, 0, at + s * kLanes);
-      for (int64_t g = 0; g < groups; ++g) {
-        for (int r = 0; r < kFastGroup; ++r) prefetch_far(next + 64 * r);
-        next += 64 * kFastGroup;
-        load_group(rows + g * kFastGroup, byte, v);
-        const I xa = splat(q + g * kFastGroup), xb = splat(q + g * kFastGroup + 4);
-        for (int j = 0; j < 4; ++j) add_codes(decoder, sums[j], v[j], v[4 + j], xa, xb);
-      }
-      if constexpr (kLast && kPer == 2) {
-        if (to.scale_codes != nullptr) {
-          put_coded(sums, to, at);
-          continue;
-        }
-      }
-      for (int s = 0; s < 4 * kPer; ++s) put_sum<kLast>(sums[s / kPer][s % kPer], to, 0, at + s * kLanes);
+#if defined(LOWBIT_AVX512)
+      uint8_t buffer[8 * kLanes];
+      const bool coded = kLast && kPer == 2 && to.scale_codes != nullptr;
+      const uint8_t* codes = coded ? turn_bytes(to.scale_codes + at, buffer) : nullptr;
+      add_line<kM, kFirst, kLast, 0>(decoder, rows, groups, byte, q, next, codes, to, at);
+      next += 64 * groups * kFastGroup;
+#endif
     }
   }
 }
@@ -231,7 +268,7 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
   uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kRows * row_bytes : 1);
   if (partial == nullptr || scales == nullptr || codes == nullptr) return false;
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
-  const bool whole = kM == 1 || w.joined();
+  const bool whole = kM == 1 || kFastParts<kM, D> > 0 || w.joined();
   if (kRows > kFastGroup && !w.joined()) {
     // Later rows are prefetched while those before them are read.
     const int64_t bytes = min(kRows, end - begin) * row_bytes;
@@ -242,7 +279,7 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
     const int64_t block_end = min(end, (block / tiling.span + 1) * tiling.span);
     int32_t seeds[kM] = {};
     FastSums to = {partial, sums, width, nullptr, nullptr, {}, x.scales + block / tiling.block * kM, seeds};
-    if (tiling.blocked && kFastGroups<kM, D> > 1 && scales_later<D>(w, false)) {
+    if (tiling.blocked && kFastParts<kM, D> > 0 && scales_later<D>(w, false)) {
       const int64_t row = block / w.w.row_span;
       to.floats = w.small_scales();
       to.scale_codes = w.scale_codes(row, 0);
@@ -308,7 +345,7 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
     for (int64_t t = 1; t < shares.count; ++t) {
       for (int64_t at = 0; at < width; at += kLanes) store(row + at, load(row + at) + load(row + t * size + at));
     }
-    in_column_order<D::kPerByte>(row, tiling.tiles * tiling.columns, ordered);
+    in_column_order<D>(row, tiling.tiles * tiling.columns, ordered);
     for (int64_t n = 0; n < p.n; ++n) y[m * p.n + n] = scales == nullptr ? ordered[n] : ordered[n] * scales[n];
   }
   return true;

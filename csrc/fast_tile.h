@@ -166,8 +166,8 @@ void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, con
         store(line + v, kBlocked ? sum : to_float(as_ints(sum)) * broadcast(x.scales[m]));
       }
       const float* values = line;
-      if (!p.contract_last && D::kPerByte > 1) {
-        in_column_order<D::kPerByte>(line, columns, ordered);
+      if (!p.contract_last) {
+        in_column_order<D>(line, columns, ordered);
         values = ordered;
       }
       if (!kBlocked || later) {

@@ -25,7 +25,7 @@ constexpr int fast_rows(bool, bool) { return 4; }  // products take registers, t
 constexpr int x_bytes(bool) { return 4; }
 #elif defined(LOWBIT_AVX512)
 constexpr int kFastVectors = 4, kBlockedVectors = 2;
-constexpr int kFewRows = 1;
+constexpr int kFewRows = 4;
 constexpr int fast_rows(bool, bool) { return 6; }
 constexpr int x_bytes(bool) { return 4; }
 #elif defined(LOWBIT_AVX2)
@@ -81,7 +81,10 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
     }
   }
   if (tiling.span % tiling.unit != 0 || (tiling.blocked && tiling.span < 16)) return false;
-  const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : p.m <= 4 ? 64 : 256;
+  // Few bytes of each column, since the next slab is read into the same cache; more if there are more sums to keep
+  // there.
+  const int64_t rows = min((p.m <= 8 ? 64 : 128) * D::kPerByte, 256);
+  const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : rows;
   // Several spans share a scale of x, so that it multiplies their sum.
   tiling.block = tiling.blocked ? max(kShared / tiling.span, 1) * tiling.span : tiling.span;
   tiling.blocks = ceil_div(p.k, tiling.block);
