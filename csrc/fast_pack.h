@@ -126,27 +126,32 @@ LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) 
 class NextSlab {
  public:
   NextSlab(const Matrix& w, int64_t row, int64_t begin, int64_t end)
-      : at_(w.codes + row * w.w.row_bytes + begin), row_bytes_(w.w.row_bytes), width_(end - begin), left_(width_) {}
+      : at_(w.codes + row * w.w.row_bytes + begin),
+        row_end_(at_ + round_up(end - begin, 64)),
+        step_(w.w.row_bytes),
+        back_(step_ - (row_end_ - at_)) {}
 
-  LOWBIT_INLINE void prefetch_four() {
-    if (left_ >= 256) {
-      for (int i = 0; i < 4; ++i) prefetch_far(at_ + 64 * i);
-      at_ += 256;
-      left_ -= 256;
-      return;
-    }
-    for (int i = 0; i < 4; ++i, at_ += 64, left_ -= 64) {
-      if (left_ <= 0) {
-        at_ += left_ + row_bytes_ - width_;
-        left_ += width_;
-      }
+  // `lines` are for the next `times` calls of `prefetch_some`. Many at a time wait for the memory, and leave it idle
+  // afterwards; but each call takes registers and instructions of a loop.
+  void set(int64_t lines, int64_t times) {
+    left_ = lines;
+    some_ = ceil_div(lines, times);
+  }
+
+  LOWBIT_INLINE void prefetch_some() {
+    for (int64_t i = 0; i < some_ && left_ > 0; ++i, --left_) {
       prefetch_far(at_);
+      at_ += 64;
+      if (at_ >= row_end_) {
+        at_ += back_;
+        row_end_ += step_;
+      }
     }
   }
 
  private:
-  const uint8_t* at_;
-  int64_t row_bytes_, width_, left_;
+  const uint8_t *at_, *row_end_;
+  int64_t step_, back_, left_ = 0, some_ = 0;
 };
 
 // From 4 columns with 4 k each in a, and 4 more k in b, to 2 columns with 8 k each.

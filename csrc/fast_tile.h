@@ -7,10 +7,13 @@
 
 namespace lowbit::LOWBIT_ISA {
 
+// Whether the next slab is prefetched between the products of whole rows: with AVX-512 there are enough registers.
+constexpr bool kPrefetchBetween = kBytes == 64;
+
 // sums += panel * x over `groups` of four k; the sums of `fit` groups fit in 16 bits if kSmall
-template <int kRows, int kWidth, bool kSmall>
+template <int kRows, int kWidth, bool kSmall, bool kPrefetch>
 LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, const uint8_t* x, int64_t groups,
-                                [[maybe_unused]] int64_t fit) {
+                                [[maybe_unused]] int64_t fit, [[maybe_unused]] NextSlab& next) {
 #if defined(LOWBIT_NEON_I8MM)
   for (int64_t g = 0; g < groups; g += kPair, panel += kPair * kGroupBytes, x += kPair * kRows * 4) {
     Bytes multipliers[kRows / kPair];
@@ -22,6 +25,7 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, 
   }
 #elif defined(LOWBIT_TILE_DOTS)
   for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes, x += kRows * 4) {
+    if constexpr (kPrefetch) next.prefetch_some();
     Bytes w[kWidth];
     for (int v = 0; v < kWidth; ++v) w[v] = load_as<Bytes>(panel + v * kBytes);
     for (int r = 0; r < kRows; ++r) {
@@ -70,6 +74,9 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, 
 // The part of a slab that a tile multiplies. If blocked, span b of it has the seeds of its rows at b * seed_step, and
 // the scales of its columns at b * scale_step.
 struct FastTile {
+  explicit FastTile(const NextSlab& slab) : next(slab) {}
+
+  NextSlab next;
   const uint8_t* panel;
   const uint8_t* x;
   int64_t groups, span_groups;  // of four k: in all spans, and in each but the last
@@ -84,8 +91,8 @@ struct FastTile {
 
 // Sums of a whole row, as integers. Not inlined: in a large function, GCC 12 keeps the sums in memory.
 template <int kRows, bool kSmall>
-__attribute__((noinline)) void whole_tile(const FastTile& tile) {
-  const FastTile t = tile;  // a copy that the stores cannot alias
+__attribute__((noinline)) void whole_tile(FastTile& tile) {
+  FastTile t = tile;  // a copy that the stores cannot alias
   int32_t* whole = static_cast<int32_t*>(t.sums);
   I sums[kRows][kFastVectors];
   for (int r = 0; r < kRows; ++r) {
@@ -93,7 +100,8 @@ __attribute__((noinline)) void whole_tile(const FastTile& tile) {
       sums[r][v] = t.first ? seeds_of(t.seeds, r) : load_as<I>(whole + r * kFastColumns + v * kLanes);
     }
   }
-  add_products<kRows, kFastVectors, kSmall>(sums, t.panel, t.x, t.groups, t.fit);
+  add_products<kRows, kFastVectors, kSmall, kPrefetchBetween>(sums, t.panel, t.x, t.groups, t.fit, t.next);
+  tile.next = t.next;
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kFastVectors; ++v) store_as(whole + r * kFastColumns + v * kLanes, sums[r][v]);
   }
@@ -116,7 +124,7 @@ __attribute__((noinline)) void blocked_tile(const FastTile& tile, int v) {
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kWidth; ++i) sums[r][i] = seeds_of(t.seeds, r);
     }
-    add_products<kRows, kWidth, kSmall>(sums, t.panel, t.x, groups, t.fit);
+    add_products<kRows, kWidth, kSmall, false>(sums, t.panel, t.x, groups, t.fit, t.next);
     for (int i = 0; i < kWidth; ++i) {
       for (int r = 0; r < kRows; ++r) {
         total[r][i] = fma(to_float(sums[r][i]), column_scales(t.scales + i * kLanes, r), total[r][i]);
@@ -193,9 +201,9 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
   constexpr int kSize = x_bytes(kSmall), kRows = fast_rows(kSmall, kBlocked);
   for (int64_t slab = 0; slab < tiling.slabs; ++slab) {
     const int64_t k = slab * tiling.slab, depth = round_up(min(tiling.slab, p.k - k), tiling.unit);
-    NextSlab next(w, k + depth, begin * kTileBytes<D>, min(end * kTileBytes<D>, w.w.row_bytes));
-    const int64_t lines = p.contract_last ? 0 : depth * kTileBytes<D> / 64;
-    const int64_t fours = ceil_div(lines, 4 * (columns / kFastColumns) * ceil_div(rows, kRows));
+    FastTile t(NextSlab(w, k + depth, begin * kTileBytes<D>, min(end * kTileBytes<D>, w.w.row_bytes)));
+    const int64_t calls = columns / kFastColumns * ceil_div(rows, kRows);
+    const int64_t lines = p.contract_last ? 0 : ceil_div(depth * kTileBytes<D> / 64, calls);
     for (int64_t tile = begin; tile < end; ++tile) {
       if (p.contract_last) {
         panel_of_columns(decoder, w, k, depth, tile, panel);
@@ -212,8 +220,8 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
       for (int64_t group = 0; group < columns / kFastColumns; ++group) {
         for (int64_t m = 0; m < rows; m += kRows) {
           const int64_t height = min(kRows, rows - m);
-          for (int64_t i = 0; i < fours; ++i) next.prefetch_four();
-          FastTile t;
+          t.next.set(lines, kPrefetchBetween && !kBlocked ? depth / 4 : 1);
+          if (!kPrefetchBetween || kBlocked) t.next.prefetch_some();
           t.panel = panel + group * (depth / 4) * kGroupBytes;
           t.x = x.packed + (slab * rows + m) * (tiling.slab / 4) * kSize;
           t.groups = depth / 4;
