@@ -97,12 +97,15 @@ def finite_or_nan(scales: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
 
 
+_has_nan = jax.jit(lambda values: jnp.isnan(values).any())  # one program
+
+
 def raise_if_not_finite(array: jax.Array, scales: jax.Array, format: str, scale_dtype: Any = np.float32) -> None:
     """Outside of a trace, raise if a scale is NaN, with the position of the first bad value.
 
     NaN scales of a finite array are those that `scale_dtype` cannot hold.
     """
-    if isinstance(scales, Tracer) or not bool(jnp.isnan(scales).any()):
+    if isinstance(scales, Tracer) or not bool(_has_nan(scales)):
         return
     if scale_dtype != np.float32 and bool(jnp.isfinite(array).all()):
         raise ValueError(

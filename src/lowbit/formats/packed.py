@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from lowbit.runtime import aux_field
 
@@ -96,7 +97,9 @@ class PackedArray(QuantizedArray):
         quantized = cls.build(
             shape=array.shape, dtype=dtype, spans=spans, format_name=format_name, affine=offset, **components
         )
-        raise_if_not_finite(array, quantized.scale_values(), format_name, options.scale_dtype)
+        if not isinstance(quantized.scales, Tracer):
+            decoded = _decoded(quantized) if quantized._has_scale_codes() else quantized.scales
+            raise_if_not_finite(array, decoded, format_name, options.scale_dtype)
         return quantized
 
     @property
@@ -223,6 +226,10 @@ class PackedArray(QuantizedArray):
         if self.group_offsets is not None:
             changes |= {"offsets": self.offset_values(), "group_offsets": None}
         return self.replace(**changes) if changes else self
+
+
+# One program: scale codes are decoded in about twenty operations, each of which would be compiled for each shape.
+_decoded = jax.jit(PackedArray.scale_values)
 
 
 def layout_of(name: str) -> Layout:
