@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiers
 from cli_helpers import run
 from gguf import GGMLQuantizationType as Type
 from gguf_helpers import KEPT, golden
@@ -86,6 +87,7 @@ def test_the_file_of_the_demo_is_kept_in_a_lowbit_file_and_written_again_byte_fo
     assert (tmp_path / "demo.gguf").read_bytes() == path.read_bytes()
 
 
+@tiers.MORE  # the tiny model of every type runs as it is stored in the first tier
 def test_the_file_of_the_demo_runs_in_its_own_bits() -> None:
     model, dense = (LanguageModel.from_file(demo_model_path(), format) for format in (None, "float32"))
     layers = model.params["layers"]

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiers
 from files_helpers import GOLDEN, module, reads, signed, split
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -63,8 +64,13 @@ def damaged(path: Path, process: int) -> bytes:
     return signed(header, data)
 
 
+WHICH = {"each mechanism": [*tiers.MECHANISMS], "all": [*lowbit.FORMATS]}
+
+
 # One test, since starting the processes takes long.
-def test_two_processes_load_run_and_save_a_model_that_any_number_restores(tmp_path):
+@pytest.mark.parametrize("which", tiers.tiered(WHICH, ["each mechanism"]))
+def test_two_processes_load_run_and_save_a_model_that_any_number_restores(which: str, tmp_path: Path) -> None:
+    (tmp_path / "formats.json").write_text(json.dumps(WHICH[which]))
     lowbit.save(tmp_path / "dense.safetensors", {"w": weight()})
     for process in range(2):
         (tmp_path / f"damaged-{process}.safetensors").write_bytes(damaged(tmp_path / "dense.safetensors", process))

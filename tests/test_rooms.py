@@ -1,6 +1,7 @@
 """The shape of the sources: imports between rooms are those in CONTRIBUTING.md, and nothing is too long."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ PACKAGE = Path(lowbit.__file__).parent
 GUIDE = Path(__file__).parent.parent / "CONTRIBUTING.md"
 
 
+@functools.cache
 def table() -> dict[str, set[str]]:
     """The modules that each room may import, as the guide has them."""
     rows = re.findall(r"^\| `(\w+)`[^|]*\|[^|]*\|([^|]*)\|$", GUIDE.read_text("utf-8"), re.MULTILINE)
     return {room: set(re.findall(r"`([\w.]+)`", allowed)) for room, allowed in rows}
 
 
+@functools.cache
 def rooms() -> dict[str, list[Path]]:
     """The source files of each room. The package's own module imports them all, to export their names."""
     found: dict[str, list[Path]] = {}
@@ -27,6 +30,7 @@ def rooms() -> dict[str, list[Path]]:
     return {room: paths for room, paths in found.items() if not room.startswith("_")}
 
 
+@functools.cache
 def is_module(name: str) -> bool:
     path = PACKAGE.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").exists()
