@@ -30,7 +30,10 @@ demo: $(VENV)/demo
 	$(VENV)/bin/lowbit demo
 
 # The first tier: every feature, every format and every rule once, on the newest JAX and on the oldest (tests/tiers.py).
-test: lint tests tests-oldest package
+# Lint and package use one core each for most of their time, so they run side by side.
+test:
+	$(MAKE) -j2 lint package
+	$(MAKE) tests tests-oldest
 
 # The second tier: all layouts and the pairs that tests/tiers.py chooses, 100 random programs, models of other libraries,
 # and what CI runs.
