@@ -10,14 +10,16 @@ from typing import Any
 import jax
 import pytest
 import tiers
+from helpers import QUICK_COMPILE
 
 import lowbit
 from lowbit.kernels import cpu
 from lowbit.runtime import _interpret
 
 # Sharding is tested on eight virtual devices. Programs run once, so optimizing them does not pay.
-flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {QUICK_COMPILE}"
+# The workers of a run share the cores: more threads for NumPy's products would spin while they wait.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Programs of their own, which need the compilers of NVIDIA and the command line; and helpers of tests that run on the
 # newest JAX only, some of which need packages that the oldest environment lacks.

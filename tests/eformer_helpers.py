@@ -2,7 +2,7 @@
 
 import importlib
 
-import jax
+from helpers import gaussian
 
 import lowbit.compat.eformer  # noqa: F401 - serves eformer's module paths
 
@@ -14,5 +14,5 @@ MODULES = {
     name: importlib.import_module(f"eformer.ops.quantization.implicit_array_{name}") for name in ("1bit", "8bit", "nf4")
 }
 
-W = jax.random.normal(jax.random.key(0), (128, 256)) / 8
-X = jax.random.normal(jax.random.key(1), (32, 128))
+W = gaussian(0, (128, 256)) / 8
+X = gaussian(1, (32, 128))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,9 @@ import numpy as np
 import lowbit
 from lowbit import FORMATS, QuantizedArray
 from lowbit.config import default_block_size
+
+# Flags of XLA for programs that run once: optimizing them takes longer than it saves.
+QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 K, N, ROWS, LAYERS = 64, 96, 8, 3
 
@@ -81,9 +84,8 @@ class Weights(Mapping[str, QuantizedArray]):
 
     def __getitem__(self, name: str) -> QuantizedArray:
         if name not in self.made:
-            key = jax.random.fold_in(jax.random.key(1), [*SHAPES].index(name))
             size = 1 / 8 if name in ("square", "stack") else 1.0  # activations pass through these several times
-            dense = jax.random.normal(key, SHAPES[name]) * size
+            dense = gaussian([*SHAPES].index(name), SHAPES[name]) * np.float32(size)
             self.made[name] = self.layout.quantize(dense)
         return self.made[name]
 
@@ -99,8 +101,13 @@ def weights(layout: Layout) -> Weights:
     return Weights(layout)
 
 
+def gaussian(seed: int, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+    """Random numbers of NumPy: those of JAX compile a program for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
 def activations() -> jax.Array:
-    return jax.random.normal(jax.random.key(2), (ROWS, K))
+    return gaussian(2, (ROWS, K))
 
 
 def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import QUICK_COMPILE
 from tiers import MECHANISMS
 
 import lowbit
@@ -17,7 +18,7 @@ from lowbit.io import open_tensors, save
 from lowbit.io.streaming import _staging
 
 HERE = Path(__file__).parent
-ONE_DEVICE = {**os.environ, "XLA_FLAGS": ""}  # without the virtual devices of the tests
+ONE_DEVICE = {**os.environ, "XLA_FLAGS": QUICK_COMPILE}  # without the virtual devices of the tests
 STAGING = [".lowbit-out.journal", ".lowbit-out.part"]
 
 

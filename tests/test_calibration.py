@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import gaussian
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +23,7 @@ RULES = {"*": "full"}
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return gaussian(seed, shape)
 
 
 def moments(x: Any) -> np.ndarray:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
+from helpers import gaussian
 
 import lowbit
 from lowbit import allocate, compare_outputs
@@ -15,7 +16,7 @@ K = 64
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return gaussian(seed, shape)
 
 
 # --- comparing outputs

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import AFFINE, Layout, assert_close, assert_same_bits
+from helpers import AFFINE, Layout, assert_close, assert_same_bits, gaussian
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,7 +37,7 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 def pair(layout: Layout, dtype: Any, shape: tuple[int, ...] = (64, 96)) -> tuple[Any, Any]:
     """An array whose scales are narrow, and one with the same scales in float32."""
-    narrow = cast(layout.quantize(jax.random.normal(jax.random.key(0), shape)), dtype)
+    narrow = cast(layout.quantize(gaussian(0, shape)), dtype)
     return narrow, cast(narrow, jnp.float32)
 
 
@@ -53,7 +53,7 @@ def expected(layout: Layout, dtype: Any) -> Any:
 
 
 def normal(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(7), shape)
+    return gaussian(7, shape)
 
 
 PROGRAMS = {
@@ -114,7 +114,7 @@ def test_moving_keeps_the_dtype_of_the_scales(move: str, layout: Layout) -> None
 
 
 def test_scales_of_different_dtypes_meet_in_the_wider(layout: Layout) -> None:
-    a, b = (cast(layout.quantize(jax.random.normal(jax.random.key(i), (3, 64, 64))), jnp.float32) for i in range(2))
+    a, b = (cast(layout.quantize(gaussian(i, (3, 64, 64))), jnp.float32) for i in range(2))
     narrow, half = cast(b, jnp.bfloat16), cast(b, jnp.float16)
     with lowbit.materialization("error"):
         for other in (narrow, half):
@@ -129,7 +129,7 @@ def test_scales_of_different_dtypes_meet_in_the_wider(layout: Layout) -> None:
 
 @pytest.mark.parametrize("dtype", tiers.tiered(NARROW, NARROW[:1]), ids=lambda dtype: dtype.__name__)
 def test_scales_of_scales_may_be_narrow(dtype: Any) -> None:
-    q = lowbit.ArrayNF4.quantize(jax.random.normal(jax.random.key(0), (2, 128, 512)), axis=-2, double_quant=True)
+    q = lowbit.ArrayNF4.quantize(gaussian(0, (2, 128, 512)), axis=-2, double_quant=True)
     narrow = cast(q, dtype)
     wide = cast(narrow, jnp.float32)
     assert narrow.scales.dtype == jnp.uint8 and narrow.group_absmax.dtype == narrow.offset.dtype == dtype
@@ -183,7 +183,7 @@ def test_narrow_scales_in_files(layout: Layout, tmp_path: Path) -> None:
 
 
 def test_narrow_scales_are_written_to_gguf_and_bitsandbytes(tmp_path: Path) -> None:
-    w = jax.random.normal(jax.random.key(0), (4, 256))
+    w = gaussian(0, (4, 256))
     narrow = cast(lowbit.Array8B.quantize(w, axis=-1, block_size=32), jnp.float16)  # the scales of Q8_0
     write_gguf(tmp_path / "narrow.gguf", {"w": narrow}, {}, type="Q8_0")
     assert_same_bits(GGUFFile(tmp_path / "narrow.gguf").array("w"), narrow)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close
+from helpers import assert_close, gaussian
 from jax import lax
 
 import lowbit
@@ -15,7 +15,7 @@ from lowbit.testing import dense_weights
 
 
 def normal(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(sum(shape)), shape)
+    return gaussian(sum(shape), shape)
 
 
 def convolution(

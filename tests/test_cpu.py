@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import Layout, assert_close
+from helpers import QUICK_COMPILE, Layout, assert_close, gaussian
 
 import lowbit
 from lowbit import dispatch, implicit
@@ -30,7 +30,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess:
     """A process of its own, with one device."""
     clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LOWBIT_ISA")}
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
-    return subprocess.run(command, env=clean | env, capture_output=True, text=True)
+    return subprocess.run(command, env=clean | {"XLA_FLAGS": QUICK_COMPILE} | env, capture_output=True, text=True)
 
 
 def test_the_library_is_there_where_it_can_be_built() -> None:
@@ -82,7 +82,7 @@ def test_environment_variables_choose_the_instruction_set() -> None:
 @pytest.mark.first(*tiers.EACH_MECHANISM)
 def test_products_call_the_kernel_and_build_no_dense_weight(layout: Layout) -> None:
     k, n = 256, 512
-    x, q = jnp.ones((8, k)), layout.quantize(jax.random.normal(jax.random.key(0), (k, n)))
+    x, q = jnp.ones((8, k)), layout.quantize(gaussian(0, (k, n)))
     for program in (jax.jit(lambda x, q: x @ q), jax.jit(jax.grad(lambda x, q: jnp.sin(x @ q).sum()))):
         compiled = program.lower(x, q).compile()
         assert 'custom_call_target="lowbit_matmul"' in compiled.as_text()
@@ -117,12 +117,8 @@ FAST = {"int8": 0.01, "nf4": 0.011, "ternary": 0.01, "binary": 0.01}
 @pytest.mark.parametrize("format", FAST)
 @pytest.mark.parametrize("axis", [-2, -1])
 def test_fast_products_are_near(format: str, axis: int) -> None:
-    w = (
-        jax.random.normal(jax.random.key(0), (1024, 320))
-        if axis == -2
-        else jax.random.normal(jax.random.key(0), (320, 1024))
-    )
-    x = jax.random.normal(jax.random.key(1), (24, 1024))
+    w = gaussian(0, (1024, 320)) if axis == -2 else gaussian(0, (320, 1024))
+    x = gaussian(1, (24, 1024))
     q = lowbit.quantize(w, lowbit.QuantizationConfig(format, axis=axis, compute="fast"))
     q = q if axis == -2 else q.T
     want = np.asarray(x, np.float64) @ np.asarray(q.materialize(), np.float64)
@@ -194,8 +190,8 @@ NARROW = [(jnp.bfloat16, "all"), (jnp.float16, "each mechanism"), (jnp.float16, 
 @native
 @pytest.mark.parametrize(("dtype", "which"), tiers.tiered(NARROW, NARROW[:2]))
 def test_narrow_activations_and_results(dtype, which: str) -> None:
-    x = jax.random.normal(jax.random.key(0), (6, 128)).astype(dtype)
-    w = (jax.random.normal(jax.random.key(1), (128, 72)) / 8).astype(dtype)
+    x = gaussian(0, (6, 128)).astype(dtype)
+    w = (gaussian(1, (128, 72)) / 8).astype(dtype)
     right = jax.jit(reference.matmul)
     for format in NAMES[which]:
         q = lowbit.quantize(w, lowbit.QuantizationConfig(format, axis=-2))

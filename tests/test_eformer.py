@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eformer_helpers import MODULES, W, X, escale, functions, jaximus, quantization
-from helpers import assert_close, assert_same_bits
+from helpers import assert_close, assert_same_bits, gaussian
 
 import lowbit
 
@@ -135,7 +135,7 @@ def test_components_by_position() -> None:
 
 
 def test_half_precision_arrays_under_implicit() -> None:
-    array = jax.random.normal(jax.random.key(0), (256, 64), "f2")
+    array = gaussian(0, (256, 64), "f2")
 
     def power(x):
         return x**2
@@ -177,7 +177,7 @@ def test_straight_through_in_a_training_step(name: str, options: dict) -> None:
 def test_rsr_operators(name: str) -> None:
     cls = getattr(quantization, name)
     matrix = jax.random.randint(jax.random.key(0), (24, 20), *((0, 2) if name.endswith("Binary") else (-1, 2)))
-    v, rows = jnp.arange(24.0) / 8, jax.random.normal(jax.random.key(1), (3, 24))
+    v, rows = jnp.arange(24.0) / 8, gaussian(1, (3, 24))
     operators = [cls.from_matrix(matrix, k=4), jax.jit(cls.from_matrix)(matrix)]
     if name.endswith("Binary"):
         operators.append(cls.quantize(matrix))

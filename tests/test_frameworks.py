@@ -13,7 +13,7 @@ import optax
 import pytest
 import tiers
 from flax import nnx
-from helpers import LAYERS, K, N, activations, assert_close, assert_same_bits
+from helpers import LAYERS, K, N, activations, assert_close, assert_same_bits, gaussian
 
 import lowbit
 from lowbit import QuantizedArray, implicit
@@ -158,12 +158,12 @@ ATTENTION = nn.MultiHeadDotProductAttention(HEADS, qkv_features=HEADS * HEAD, ou
     ids=["dense_general-axis-1", "dense_general-axis-4", "attention-axis-1", "attention-axis-3"],
 )
 def test_linen_heads(format: str, model: nn.Module, axis: int) -> None:
-    x = jax.random.normal(jax.random.key(2), (2, 5, K))
+    x = gaussian(2, (2, 5, K))
     check(model.apply, quantize_named(model.init(jax.random.key(0), x), format, out=max(axis, -2), kernel=axis), x)
 
 
 def test_linen_recurrent(format: str) -> None:
-    x, model = jax.random.normal(jax.random.key(2), (2, 5, K)), nn.RNN(nn.SimpleCell(OUT))
+    x, model = gaussian(2, (2, 5, K)), nn.RNN(nn.SimpleCell(OUT))
     check(model.apply, quantize_named(model.init(jax.random.key(0), x), format, kernel=-2), x)
 
 

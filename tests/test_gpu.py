@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import Layout, layouts, more_layouts
+from helpers import Layout, gaussian, layouts, more_layouts
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,7 +28,7 @@ right = jax.jit(reference.matmul)
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return gaussian(seed, shape).astype(dtype)
 
 
 def assert_rounded(got, want, dtype):
@@ -242,9 +242,14 @@ def test_a_program_for_cuda_holds_the_kernel(format) -> None:
     for fn, q, dense in directions:
         text = program_for_cuda(fn, x, q)
         assert text.count(f"custom_call @{CALL}") == 1 and f"{dense}f32" not in text and f"{dense}bf16" not in text
+
+
+def test_a_program_for_cuda_without_the_kernel_goes_dense() -> None:
+    x, w = normal(0, 4, 192, dtype=jnp.bfloat16), normal(1, 320, 192, dtype=jnp.bfloat16)
+    q = Layout("nf4", -1, None).quantize(w)
     with lowbit.use_kernel(False):
-        text = program_for_cuda(fn, x, q)
-    assert CALL not in text and f"{dense}f32" in text
+        text = program_for_cuda(lambda x, q: x @ q.T, x, q)
+    assert CALL not in text and "320x192xf32" in text
 
 
 def test_a_gradient_for_cuda_holds_the_kernel() -> None:

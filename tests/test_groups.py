@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import Layout, assert_close
+from helpers import Layout, assert_close, gaussian
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,7 +25,7 @@ SIZES = [[3, 0, 9, 5], [20, 0, 0, 0], [0, 0, 0, 0], [2, 5, 6, 7]]
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return gaussian(seed, shape)
 
 
 def experts(layout: Layout | None = None) -> tuple[Any, jax.Array]:

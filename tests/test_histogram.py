@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, gaussian
 
 import lowbit
 from lowbit import quantize_tree
@@ -15,7 +15,7 @@ from lowbit.models.histogram import histogram
 
 
 def normal(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(sum(shape)), shape)
+    return gaussian(sum(shape), shape)
 
 
 @pytest.mark.parametrize("format", list(lowbit.FORMATS))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import Layout, assert_close
+from helpers import Layout, assert_close, gaussian
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -67,8 +67,8 @@ def test_a_kernel_is_found_by_platform_and_operands(kernel) -> None:
 
 @pytest.mark.parametrize("block_size", [None, 32])
 def test_all_transformations_around_a_kernel_that_partitions_itself(kernel, block_size) -> None:
-    x = jax.random.normal(jax.random.key(0), (8, 64))
-    q = Layout("int8", -2, block_size).quantize(jax.random.normal(jax.random.key(1), (64, 128)))
+    x = gaussian(0, (8, 64))
+    q = Layout("int8", -2, block_size).quantize(gaussian(1, (64, 128)))
     w = q.materialize()
 
     def loss(w, x):

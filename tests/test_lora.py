@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiers
 from features import ALL, FUSED, used
-from helpers import LAYERS, ROWS, K, Layout, N, activations, assert_close, assert_same_bits, layouts, weights
+from helpers import LAYERS, ROWS, K, Layout, N, activations, assert_close, assert_same_bits, gaussian, layouts, weights
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,7 +29,7 @@ def adapted(params: Any, rules: Any = "*", rank: int = 3, **options: Any) -> Any
     """Add adapters whose factors are not zero."""
     params = lowbit.lora(params, rules, rank=rank, alpha=2 * rank, key=KEY, **options)
     return jax.tree.map(
-        lambda w: w.replace(b=jax.random.normal(KEY, w.b.shape) / 8) if isinstance(w, LoraArray) else w,
+        lambda w: w.replace(b=gaussian(7, w.b.shape) / 8) if isinstance(w, LoraArray) else w,
         params,
         is_leaf=lambda w: isinstance(w, LoraArray),
     )
@@ -96,7 +96,7 @@ def test_a_product_from_either_side_is_that_of_base_and_factors() -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_dtype_is_that_of_the_base(dtype: Any) -> None:
     x = activations().astype(dtype)
-    w = adapted({"w": lowbit.quantize(jax.random.normal(KEY, (K, N)).astype(dtype), "int8")})["w"]
+    w = adapted({"w": lowbit.quantize(gaussian(7, (K, N)).astype(dtype), "int8")})["w"]
     assert w.dtype == w.materialize().dtype == (x @ w).dtype == dtype and w.a.dtype == jnp.float32
     assert_close(x @ w, x @ w.materialize(), 2e-2)
     want = w.replace(base=w.base.astype(jnp.float32))
@@ -109,7 +109,7 @@ def test_the_dtype_is_that_of_the_base(dtype: Any) -> None:
 
 def test_the_axes_of_a_stack_and_of_heads_follow_the_program() -> None:
     shapes = {"stack": (LAYERS, K, N), "q": (K, 4, 32), "o": (4, 32, K), "weight": (N, K), "qkv": (LAYERS, K, 3, 4, 16)}
-    params = {name: jax.random.normal(KEY, shape) for name, shape in shapes.items()}
+    params = {name: gaussian(7, shape) for name, shape in shapes.items()}
     params["position"] = jnp.ones((ROWS, 128))  # it is added, so an adapter has no effect
 
     def fn(p: Any, x: jax.Array) -> Any:
@@ -165,8 +165,8 @@ def test_the_pattern_for_all_leaves_out_what_is_no_product() -> None:
 
 
 def test_gradients_of_the_factors_of_a_bfloat16_model_are_not_rounded() -> None:
-    x = jax.random.normal(KEY, (ROWS, K)).astype(jnp.bfloat16)
-    w = adapted({"w": lowbit.quantize(jax.random.normal(KEY, (K, N)).astype(jnp.bfloat16), "int8")})["w"]
+    x = gaussian(7, (ROWS, K)).astype(jnp.bfloat16)
+    w = adapted({"w": lowbit.quantize(gaussian(7, (K, N)).astype(jnp.bfloat16), "int8")})["w"]
     base = w.base.astype(jnp.float32).materialize()
 
     def rounded(y: jax.Array) -> jax.Array:
@@ -189,7 +189,7 @@ def deep(params: Any, x: jax.Array) -> jax.Array:
 
 
 def deep_params() -> Any:
-    up, down = (jax.random.normal(KEY, (LAYERS, *shape)) / 8 for shape in ((K, N), (N, K)))
+    up, down = (gaussian(7, (LAYERS, *shape)) / 8 for shape in ((K, N), (N, K)))
     return {"up": up, "down": down, "norm": jnp.ones((LAYERS, K))}
 
 
@@ -311,7 +311,7 @@ def test_patterns_choose_the_leaves() -> None:
 
 
 def test_merge_adds_and_quantizes_only_if_asked() -> None:
-    params = {**weights(layouts()[0]), "dense": jax.random.normal(KEY, (K, N)), "norm": jnp.ones(K)}
+    params = {**weights(layouts()[0]), "dense": gaussian(7, (K, N)), "norm": jnp.ones(K)}
     params = adapted(params, {"w": 3, "stack": 3, "dense": 3})
     merged = lowbit.merge(params)
     for name in ("w", "stack", "dense"):
@@ -354,8 +354,8 @@ def test_adapters_alone_are_saved_and_loaded(tmp_path: Path) -> None:
 def test_adapters_are_sharded_like_the_base() -> None:
     mesh = jax.make_mesh((2, 2), ("e", "x"), axis_types=(AxisType.Auto,) * 2)
     experts, k, n = 4, 128, 64
-    q = lowbit.Array8B.quantize(jax.random.normal(KEY, (experts, k, n)), axis=-2)
-    x = jax.random.normal(KEY, (experts, 8, k))
+    q = lowbit.Array8B.quantize(gaussian(7, (experts, k, n)), axis=-2)
+    x = gaussian(7, (experts, 8, k))
     for spec in (P("e", None, "x"), P("e", "x", None)):
         w = adapted({"w": q.with_sharding(NamedSharding(mesh, spec))})["w"]
         a, b = w.component_specs(spec).a, w.component_specs(spec).b
@@ -392,7 +392,7 @@ def test_experts_with_gate_and_up_in_one_array_are_transposed() -> None:
     def fn(w: Any, x: jax.Array) -> jax.Array:
         return lax.ragged_dot(x, jnp.transpose(w, (0, 3, 1, 2)).reshape(len(sizes), K, -1), sizes)
 
-    w = lowbit.quantize_tree(jax.random.normal(KEY, (3, 2, 16, K)), "int8", fn=fn, args=(x,))[0]
+    w = lowbit.quantize_tree(gaussian(7, (3, 2, 16, K)), "int8", fn=fn, args=(x,))[0]
     w = adapted(w, fn=fn, args=(x,))
     assert (w.a.shape, w.b.shape) == ((3, 2, 16, 3), (3, 3, K))
     with lowbit.materialization("error"):
@@ -402,7 +402,7 @@ def test_experts_with_gate_and_up_in_one_array_are_transposed() -> None:
 
 @pytest.mark.parametrize(("shape", "axis"), [((64, 96), (-2, -1)), ((3, 64, 96), (-3, -2, -1))])
 def test_a_base_with_one_scale_for_all_of_its_axes(shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
-    w, x = jax.random.normal(KEY, shape), jax.random.normal(jax.random.key(1), (*shape[:-2], 5, 64))
+    w, x = gaussian(7, shape), gaussian(1, (*shape[:-2], 5, 64))
     base = lowbit.quantize(w, "int8", axis=axis)
     assert base.scale.size == 1
     params = adapted({"up": base})
@@ -458,7 +458,7 @@ def test_a_table_of_matrices_is_looked_up_by_row() -> None:
     def model(p: Any, ids: jax.Array) -> jax.Array:
         return x + p["table"][(ids,)] * jnp.sqrt(jnp.float32(16))
 
-    table = {"table": jax.random.normal(KEY, (128, 4, 16))}
+    table = {"table": gaussian(7, (128, 4, 16))}
     params, report = lowbit.quantize_tree(table, "int8", fn=model, args=(ids,))
     assert report["table"].axis == -1
     for p in (params, adapted(params, fn=model, args=(ids,))):

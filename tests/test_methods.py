@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import Layout, assert_close, assert_same_bits
+from helpers import Layout, assert_close, assert_same_bits, gaussian
 from jax import lax
 
 import lowbit
@@ -44,7 +44,7 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS, ids=str)
 def test_methods_give_what_they_give_on_the_dense_array(name: str, layout: Layout) -> None:
-    q = layout.quantize(jax.random.normal(jax.random.key(0), (64, 96)))
+    q = layout.quantize(gaussian(0, (64, 96)))
     want = jax.jit(METHODS[name])(q.materialize())
     with lowbit.materialization("allow"):
         assert_close(METHODS[name](q), want, 1e-5)
@@ -66,7 +66,7 @@ KEEP = {
 
 @pytest.mark.parametrize("name", KEEP, ids=str)
 def test_methods_that_move_keep_the_array_quantized(name: str, layout: Layout) -> None:
-    q = layout.quantize(jax.random.normal(jax.random.key(0), (64, 96)))
+    q = layout.quantize(gaussian(0, (64, 96)))
     with lowbit.materialization("error"):
         got = KEEP[name](q)
     assert isinstance(got, QuantizedArray)
@@ -74,7 +74,7 @@ def test_methods_that_move_keep_the_array_quantized(name: str, layout: Layout) -
 
 
 def test_moving_methods_of_a_vector_of_blocks() -> None:
-    q = lowbit.Array8B(jax.random.normal(jax.random.key(0), (2, 64)), axis=-1, block_size=64)
+    q = lowbit.Array8B(gaussian(0, (2, 64)), axis=-1, block_size=64)
     with lowbit.materialization("error"):
         for got in (q.ravel(), q.flatten()):
             assert isinstance(got, QuantizedArray)
@@ -199,8 +199,8 @@ AXES |= {"a head": {-1: -1}, "a position of a head": {-1: -1}}
 def test_writing_rows_into_a_cache_keeps_every_bit(what: str, format: str, axis: int) -> None:
     write, shape = ROWS[what]
     options = {"block_size": 16} if format == "nf4" else {}
-    cache = lowbit.FORMATS[format].quantize(jax.random.normal(jax.random.key(0), SHAPE), axis=axis, **options)
-    row = lowbit.FORMATS[format].quantize(jax.random.normal(jax.random.key(1), shape), axis=AXES[what][axis], **options)
+    cache = lowbit.FORMATS[format].quantize(gaussian(0, SHAPE), axis=axis, **options)
+    row = lowbit.FORMATS[format].quantize(gaussian(1, shape), axis=AXES[what][axis], **options)
     want = jax.jit(write)(cache.materialize(), row.materialize(), jnp.int32(1))
     with lowbit.materialization("error"):
         for got in (
@@ -215,7 +215,7 @@ def test_writing_rows_into_a_cache_keeps_every_bit(what: str, format: str, axis:
 
 def test_a_cache_is_filled_in_a_loop() -> None:
     cache = lowbit.Array8B(jnp.zeros(SHAPE), axis=-1)
-    rows = jax.random.normal(jax.random.key(0), (10, 2, 3, 32))
+    rows = gaussian(0, (10, 2, 3, 32))
 
     def fill(cache, rows):
         def step(i, cache):

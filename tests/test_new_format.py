@@ -13,7 +13,7 @@ import test_rules
 import test_transforms
 import tiers
 from features import LAYOUT_MATTERS
-from helpers import Layout, assert_close, assert_same_bits
+from helpers import Layout, assert_close, assert_same_bits, gaussian
 
 import lowbit
 from lowbit import formats
@@ -79,7 +79,7 @@ def test_a_declared_format_is_like_a_built_in_one(example, monkeypatch) -> None:
     monkeypatch.setitem(lowbit.FORMATS, "iq4", lowbit.FORMATS["nf4"])
     del lowbit.FORMATS["iq4"]
     formats.declare("iq4", example.LAYOUT, error=0.0747)
-    w, x = jax.random.normal(jax.random.key(0), (64, 96)), jax.random.normal(jax.random.key(1), (8, 64))
+    w, x = gaussian(0, (64, 96)), gaussian(1, (8, 64))
     q = lowbit.quantize(w, "iq4")
     dense = q.materialize()
     with lowbit.materialization("error"):
@@ -109,7 +109,7 @@ def test_structural_rules_keep_every_bit(move: str, six_bits: Layout) -> None:
 
 
 def test_odd_shapes(six_bits: Layout) -> None:
-    q = six_bits.quantize(jax.random.normal(jax.random.key(0), (33, 77)))
+    q = six_bits.quantize(gaussian(0, (33, 77)))
     assert_close(q.T, q.materialize().T, 0)
     assert_close(jnp.ones((2, 33)) @ q, jnp.ones((2, 33)) @ q.materialize())
 
@@ -151,7 +151,7 @@ class Known8B(Shifted8B):
 
 @pytest.mark.parametrize("cls", [Shifted8B, ReversedNF4, Mixed8B])
 def test_levels_of_a_subclass_are_what_products_and_lookups_use(cls: type) -> None:
-    w, x = jax.random.normal(jax.random.key(0), (64, 96)), jax.random.normal(jax.random.key(1), (8, 64))
+    w, x = gaussian(0, (64, 96)), gaussian(1, (8, 64))
     q = cls.quantize(w, axis=-2)
     assert q.decoder is None and q.int8_multiplier is None
     dense = q.materialize()
@@ -189,7 +189,7 @@ def test_registering_another_format_under_a_known_name_raises(monkeypatch) -> No
 
 
 def test_a_file_with_arrays_of_a_user_defined_class_is_kept(tmp_path) -> None:
-    w = jax.random.normal(jax.random.key(0), (64, 64))
+    w = gaussian(0, (64, 64))
     q = Array6B.quantize(w)
     lowbit.save(tmp_path / "six.safetensors", {"up": {"weight": q}, "down": {"weight": w}})
     source = open_tensors(tmp_path / "six.safetensors")

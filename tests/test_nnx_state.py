@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close
+from helpers import assert_close, gaussian
 
 import lowbit
 from lowbit import implicit
 
 pytestmark = pytest.mark.frameworks
-X = jax.random.normal(jax.random.key(1), (4, 32))
+X = gaussian(1, (4, 32))
 TRAINED = nnx.All(nnx.Param, lambda path, param: "kernel" not in path)
 
 

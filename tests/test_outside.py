@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import LAYERS, ROWS, K, Layout, N, activations, assert_close, assert_same_bits, weights
+from helpers import LAYERS, ROWS, K, Layout, N, activations, assert_close, assert_same_bits, gaussian, weights
 from jax import export, lax
 
 import lowbit
@@ -177,7 +177,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 def test_a_second_eager_product_does_not_trace(x: jax.Array, traced: Mock) -> None:
-    q, other = (lowbit.Array8B.quantize(jax.random.normal(jax.random.key(i), (K, N))) for i in (0, 1))
+    q, other = (lowbit.Array8B.quantize(gaussian(i, (K, N))) for i in (0, 1))
     lowbit.materialization.set("allow")
     _ = x @ q, q.T, q + x[0, 0]
     before = traced.call_count
@@ -278,7 +278,7 @@ def test_jnp_functions_outside_of_implicit_name_it(x: jax.Array) -> None:
 
 
 def test_ste_is_exact_and_straight(layout: Layout) -> None:
-    w = jax.random.normal(jax.random.key(0), (K, N))
+    w = gaussian(0, (K, N))
     quantize = lowbit.ste(layout.quantize)
     np.testing.assert_array_equal(quantize(w), layout.quantize(w).materialize())
     np.testing.assert_array_equal(jax.jit(quantize)(w), layout.quantize(w).materialize())

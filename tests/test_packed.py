@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiers
-from helpers import assert_close, assert_same_bits, together
+from helpers import assert_close, assert_same_bits, gaussian, together
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,7 +24,7 @@ WAYS = tiers.tiered(EVERY, [way for way in EVERY if way[0] in tiers.MECHANISMS o
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return gaussian(seed, shape)
 
 
 def relative_mse(name: str, w: jax.Array, **options: Any) -> float:

@@ -14,7 +14,7 @@ import pytest
 import tiers
 from features import ALL, FUSED, arguments
 from files_helpers import signed, split
-from helpers import LAYERS, ROWS, K, N, activations, assert_close, assert_same_bits, layouts
+from helpers import LAYERS, ROWS, K, N, activations, assert_close, assert_same_bits, gaussian, layouts
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -42,13 +42,13 @@ def permuted(array: Any, axis: int) -> PermutedArray:
 
 @functools.cache
 def small(axis: int = -2, dtype: Any = jnp.float32) -> PermutedArray:
-    array = lowbit.quantize(jax.random.normal(KEY, (K, N)), "int4", axis=axis)
+    array = lowbit.quantize(gaussian(3, (K, N)), "int4", axis=axis)
     return permuted(array.astype(dtype), axis)
 
 
 @functools.cache
 def stacked() -> PermutedArray:
-    return permuted(lowbit.quantize(jax.random.normal(KEY, (LAYERS, K, N)), "int4", axis=-2), -2)
+    return permuted(lowbit.quantize(gaussian(3, (LAYERS, K, N)), "int4", axis=-2), -2)
 
 
 # Features for which there is a rule, or whose components enter or leave an inner program. Formats and axes alternate.
@@ -107,7 +107,7 @@ def test_a_product_takes_x_in_the_stored_order() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_derivatives_with_respect_to_x(transposed: bool) -> None:
     w = small()
-    x = jax.random.normal(KEY, (ROWS, N if transposed else K))
+    x = gaussian(3, (ROWS, N if transposed else K))
 
     def loss(x: jax.Array, w: Any) -> jax.Array:
         return jnp.square(x @ (w.mT if transposed else w)).sum()
@@ -182,7 +182,7 @@ def test_columns_in_other_orders_go_dense() -> None:
 
 
 def test_transformations_outside_implicit() -> None:
-    w, x = stacked(), jax.random.normal(KEY, (LAYERS, ROWS, K))
+    w, x = stacked(), gaussian(3, (LAYERS, ROWS, K))
     with lowbit.materialization("error"):
         assert_close(jax.vmap(lambda x, w: x @ w)(x, w), x @ w.materialize())
         assert_close(lax.scan(lambda c, xw: (c, xw[0] @ xw[1]), 0, (x, w))[1], x @ w.materialize())
@@ -232,7 +232,7 @@ def test_trees_see_one_quantized_array() -> None:
     _, report = lowbit.quantize_tree({**params, "kernel": jnp.ones((K, N))}, "int8")
     assert report["w"].why == "quantized already, as PermutedArray"
     np.testing.assert_array_equal(lowbit.dequantize_tree(params)["w"], w.materialize())
-    original = jax.random.normal(jax.random.key(9), w.shape)
+    original = gaussian(9, w.shape)
     assert histogram("w", original, w) == histogram("w", original[w.order], w.array)
 
 
@@ -264,8 +264,8 @@ def test_flax_serializes_it() -> None:
 
 def test_other_axes_are_sharded() -> None:
     mesh = jax.make_mesh((2, 2), ("e", "x"), axis_types=(AxisType.Auto,) * 2)
-    array = lowbit.quantize(jax.random.normal(KEY, (4, K, N)), "int8", axis=-2)
-    w, x = PermutedArray(array, orders(4, K)), jax.random.normal(KEY, (4, ROWS, K))
+    array = lowbit.quantize(gaussian(3, (4, K, N)), "int8", axis=-2)
+    w, x = PermutedArray(array, orders(4, K)), gaussian(3, (4, ROWS, K))
     sharding = NamedSharding(mesh, P("e", None, "x"))
     placed = jax.device_put(w, lowbit.shardings(w, sharding))
     assert placed.sharding == sharding
@@ -331,7 +331,7 @@ def test_an_order_in_a_file_must_be_a_permutation(tmp_path: Path) -> None:
 )
 def test_a_forged_header_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "w.safetensors"
-    array = lowbit.quantize(jax.random.normal(KEY, (K, N)), "int4", axis=-2, block_size=None)
+    array = lowbit.quantize(gaussian(3, (K, N)), "int4", axis=-2, block_size=None)
     lowbit.save(path, {"w": PermutedArray(array, orders(K))})
     header, data = split(path)
     quoted = [json.dumps(text)[1:-1] for text in (old, new)]  # the tree is JSON within JSON

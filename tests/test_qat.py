@@ -1,5 +1,6 @@
 """Quantization-aware training: simulated values equal stored ones, and gradients pass straight through."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import assert_close, assert_same_bits
+from helpers import assert_close, assert_same_bits, gaussian
 from jax import lax
 
 import lowbit
@@ -19,7 +20,7 @@ LEARNED = tiers.tiered(WITH_A_TOP, [name for name in WITH_A_TOP if name in tiers
 
 
 def normal(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(sum(shape)), shape) * 0.05
+    return gaussian(sum(shape), shape) * 0.05
 
 
 def model() -> dict[str, Any]:
@@ -77,7 +78,7 @@ BY_HAND: dict[str, Any] = {
 RULES = CHOSEN | BY_HAND
 
 
-@pytest.mark.parametrize("name", tiers.tiered(RULES, (*tiers.KINDS_OF_FORMATS, "options", "nf4 by hand", "q3 by hand")))
+@pytest.mark.parametrize("name", tiers.tiered(RULES, (*tiers.KINDS_OF_FORMATS, "options", "q3 by hand")))
 def test_simulated_values_equal_stored_ones(name: str) -> None:
     rules = RULES[name]
 
@@ -99,11 +100,13 @@ def test_simulated_values_equal_stored_ones(name: str) -> None:
     stored, report = quantize_tree(params, rules, strict=True, **PROGRAM)
     want = lowbit.dequantize_tree(stored)
     assert_equal(inside, want)
-    assert_equal(straight_through_tree(params, rules, **PROGRAM), want)
-    for row, before, after in zip(report, jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
-        assert bool(jnp.any(before != after)) == (row.format is not None), row.path
+    outside = functools.partial(straight_through_tree, rules=rules, **PROGRAM)
+    assert_equal((outside if name == "options" else jax.jit(outside))(params), want)  # one without jit
+    leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (params, want))
+    for row, before, after in zip(report, *leaves, strict=True):
+        assert bool(np.any(before != after)) == (row.format is not None), row.path
     if name in FORMATS:  # the stored model computes what the trained one did
-        assert_close(jax.jit(lowbit.implicit(loss))(stored), loss(inside), 1e-5)
+        assert_close(jax.jit(lowbit.implicit(loss))(stored), jax.jit(loss)(inside), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

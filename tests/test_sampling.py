@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import gaussian
 
 from lowbit.demo.language_model import LanguageModel
 from lowbit.demo.sampling import Draw, Sampling, likeliest, next_token, nucleus
@@ -26,7 +27,7 @@ def by_sorting(p: np.ndarray, top_p: float) -> np.ndarray:
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.5, 0.9, 0.999])
 def test_the_nucleus_is_the_one_of_a_sorted_list(top_p: float) -> None:
-    p = np.asarray(jax.nn.softmax(3 * jax.random.normal(jax.random.key(1), (4, 100))))
+    p = np.asarray(jax.nn.softmax(3 * gaussian(1, (4, 100))))
     want = np.stack([by_sorting(row, top_p) for row in p])
     np.testing.assert_array_equal(nucleus(jnp.asarray(p), top_p), want)
 

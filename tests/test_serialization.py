@@ -14,7 +14,7 @@ import pytest
 import tiers
 from flax import serialization
 from flax.training.train_state import TrainState
-from helpers import assert_close, assert_same_bits
+from helpers import assert_close, assert_same_bits, gaussian
 from jax import export
 
 import lowbit
@@ -24,13 +24,12 @@ from lowbit.kernels.export import CUSTOM_CALLS
 
 pytestmark = pytest.mark.frameworks
 
-X = jax.random.normal(jax.random.key(1), (8, 96))
+X = gaussian(1, (8, 96))
 
 
 def params(format: str | lowbit.QuantizationConfig) -> Any:
-    keys = jax.random.split(jax.random.key(0), 2)
-    dense = {"up": {"kernel": jax.random.normal(keys[0], (96, 128)), "bias": jnp.ones(128)}}
-    dense |= {"down": {"kernel": jax.random.normal(keys[1], (128, 96))}, "scale": jnp.ones(96)}
+    dense = {"up": {"kernel": gaussian(0, (96, 128)), "bias": jnp.ones(128)}}
+    dense |= {"down": {"kernel": gaussian(1, (128, 96))}, "scale": jnp.ones(96)}
     tree, _ = lowbit.quantize_tree(dense, format)
     adapted = lowbit.lora(tree, "down/kernel", rank=2, key=jax.random.key(2))
     return adapted | {"turned": tree["down"]["kernel"].T}

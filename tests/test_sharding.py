@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import Layout, assert_close, assert_same_bits, collectives, layouts
+from helpers import Layout, assert_close, assert_same_bits, collectives, gaussian, layouts
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,11 +34,11 @@ K, N = 128, 256  # whole blocks on each device
 
 
 def weight(layout: Layout) -> lowbit.QuantizedArray:
-    return layout.quantize(jax.random.normal(jax.random.key(1), (K, N)))
+    return layout.quantize(gaussian(1, (K, N)))
 
 
 def activations() -> jax.Array:
-    return jax.random.normal(jax.random.key(2), (8, K))
+    return gaussian(2, (8, K))
 
 
 def sharded(q, mesh, spec):
@@ -65,7 +65,7 @@ def test_arrays_are_sharded_by_their_own_axes(any_layout: Layout, mesh) -> None:
 
 
 def test_quantizing_keeps_the_sharding(layout: Layout, mesh) -> None:
-    w = jax.device_put(jax.random.normal(jax.random.key(1), (K, N)), NamedSharding(mesh, P(None, "x")))
+    w = jax.device_put(gaussian(1, (K, N)), NamedSharding(mesh, P(None, "x")))
     for quantize in (layout.quantize, jax.jit(layout.quantize)):
         q = quantize(w)
         assert q.sharding == w.sharding
@@ -116,7 +116,7 @@ FEW = [("ternary", 4), ("binary", 8), ("nf4", 2), ("nf4", 1), ("ternary", 6)]
 @pytest.mark.parametrize(("format", "columns"), tiers.tiered(FEW, FEW[-2:]))  # less than a byte, and more
 def test_a_packed_axis_of_few_bytes_over_devices(format: str, columns: int, mesh) -> None:
     x = jax.device_put(activations(), NamedSharding(mesh, P("x", None)))
-    dense = jax.random.normal(jax.random.key(1), (K, columns))
+    dense = gaussian(1, (K, columns))
     # Blocks along axis -2, so that the rows can be sharded.
     q = lowbit.FORMATS[format].quantize(dense, axis=-2, block_size=64)
     for w in (q.with_sharding(NamedSharding(mesh, P("x", None))), q.with_sharding(NamedSharding(mesh, P()))):
@@ -193,7 +193,7 @@ def test_device_put_inside_of_implicit(layout: Layout, mesh) -> None:
 
 
 def test_scales_in_eight_bits_are_sharded_by_group_or_raise(mesh) -> None:
-    q = lowbit.ArrayNF4.quantize(jax.random.normal(jax.random.key(0), (128, 512)), axis=-2, double_quant=True)
+    q = lowbit.ArrayNF4.quantize(gaussian(0, (128, 512)), axis=-2, double_quant=True)
     options = {"mesh": mesh, "out_specs": P(None, "x")}
     columns = P(None, "x")
     outside = jax.shard_map(lambda x, w: x @ w, in_specs=(P(), lowbit.specs(q, columns)), **options)
@@ -292,11 +292,11 @@ class Program:
 
     def operands(self, mesh: jax.sharding.Mesh, quantize: Callable[[jax.Array], Any]) -> list[Any]:
         shape, spec = self.operand
-        key = jax.random.key(0)
-        x = jax.random.normal(key, shape) if len(shape) > 1 else jax.random.randint(key, shape, 0, 1024)
+        ids = np.random.default_rng(0).integers(0, 1024, shape, np.int32)
+        x = gaussian(0, shape) if len(shape) > 1 else jnp.asarray(ids)
         placed = [jax.device_put(x, NamedSharding(mesh, spec))]
         for i, (shape, spec) in enumerate(self.weights, 1):
-            w = quantize(jax.random.normal(jax.random.key(i), shape) / 16)
+            w = quantize(gaussian(i, shape) / 16)
             placed.append(jax.device_put(w, lowbit.shardings(w, NamedSharding(mesh, spec))))
         return placed
 
@@ -437,8 +437,8 @@ def test_explicit_axes(name: str, way: Layout) -> None:
 
 def test_a_mesh_with_explicit_and_automatic_axes() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    dense = jax.random.normal(jax.random.key(0), (256, 512))
-    x = jax.random.normal(jax.random.key(1), (16, 256))
+    dense = gaussian(0, (256, 512))
+    x = gaussian(1, (16, 256))
     for layout in TWO:
         w = layout.quantize(dense)
         with jax.set_mesh(mesh):
@@ -458,7 +458,7 @@ def test_quantizing_with_explicit_axes(layout: Layout) -> None:
         quantizers.append(partial(lowbit.ArrayNF4.quantize, axis=layout.axis, double_quant=True))
     with jax.set_mesh(mesh):
         for spec in (P(None, "model"), P("model", None)):
-            w = jax.device_put(jax.random.normal(jax.random.key(1), (K, N)), spec)
+            w = jax.device_put(gaussian(1, (K, N)), spec)
             for quantize in quantizers:
                 assert quantize(w).sharding == w.sharding
                 q = jax.jit(quantize)(w)
@@ -483,7 +483,7 @@ def test_components_that_no_longer_fit_each_other_raise(any_layout: Layout) -> N
 
 
 def test_rows_of_a_transposed_matrix_are_taken_inside_of_implicit() -> None:
-    q = lowbit.Array8B(jax.random.normal(jax.random.key(0), (64, 96)), axis=-1)
+    q = lowbit.Array8B(gaussian(0, (64, 96)), axis=-1)
     with pytest.raises(ValueError, match="stored transposed, and its components have lost an axis"):
         jax.vmap(lambda row: row @ jnp.ones(64))(q.T)
     got = implicit(lambda q: jax.vmap(lambda row: row @ jnp.ones(64))(q))(q.T)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import Layout, assert_close
+from helpers import Layout, assert_close, gaussian
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -37,9 +37,8 @@ def run(x: Any, w: Any, contract: int, dtype: Any = jnp.float32, arithmetic: str
 
 
 def product(layout: Layout, contract: int, m: int, k: int, n: int, dtype: Any, lead: Any = ()) -> tuple[Any, Any]:
-    keys = jax.random.split(jax.random.key(m + k + n))
-    w = jax.random.normal(keys[0], (*lead, *((k, n) if contract == -2 else (n, k))))
-    return jax.random.normal(keys[1], (*lead, m, k), dtype), layout.quantize(w)
+    w = gaussian(0, (*lead, *((k, n) if contract == -2 else (n, k))))
+    return gaussian(1, (*lead, m, k), dtype), layout.quantize(w)
 
 
 def assert_as_reference(x: Any, w: Any, contract: int, dtype: Any, sizes: Any = None) -> None:
@@ -97,10 +96,10 @@ MORE_OF_THEM = [
 )
 def test_declared_formats_equal_the_reference(format: str, axis: Any, contract: int, dtype: Any, options: Any) -> None:
     k, n = 330, 200
-    w = jax.random.normal(jax.random.key(0), (k, n) if contract == -2 else (n, k))
+    w = gaussian(0, (k, n) if contract == -2 else (n, k))
     w = FORMATS[format].quantize(w, axis=axis, search=False, **options)
     w = w.without_offsets()  # which are a product of their own
-    x = jax.random.normal(jax.random.key(1), (5, k), dtype)
+    x = gaussian(1, (5, k), dtype)
     assert tpu.matmul_fits(Product(x, w, contract, dtype))
     assert_as_reference(x, w, contract, dtype)
 
@@ -108,16 +107,16 @@ def test_declared_formats_equal_the_reference(format: str, axis: Any, contract: 
 @pytest.mark.usefixtures("declared")
 def test_blocks_along_two_axes() -> None:
     k, n = 330, 200
-    w = FORMATS["fp8"].quantize(jax.random.normal(jax.random.key(0), (k, n)), axis=-2)
+    w = FORMATS["fp8"].quantize(gaussian(0, (k, n)), axis=-2)
     scales = jnp.array([[1.0, -2.0], [0.5, 3.0], [1.5, 0.1]])
     w = w.reshaped((k, n), (128, 128), scales=scales)
-    assert_as_reference(jax.random.normal(jax.random.key(1), (5, k), jnp.bfloat16), w, -2, jnp.bfloat16)
+    assert_as_reference(gaussian(1, (5, k), jnp.bfloat16), w, -2, jnp.bfloat16)
 
 
 @pytest.mark.usefixtures("declared")
 def test_a_format_of_integers_has_fast_products_by_blocks() -> None:
-    w = FORMATS["q4"].quantize(jax.random.normal(jax.random.key(0), (330, 200)), axis=-2, search=False)
-    x = jax.random.normal(jax.random.key(1), (5, 330))
+    w = FORMATS["q4"].quantize(gaussian(0, (330, 200)), axis=-2, search=False)
+    x = gaussian(1, (5, 330))
     tops = jnp.abs(x).max(-1, keepdims=True) / 127
     want = right(Product(jnp.round(x / tops) * tops, w, -2, jnp.float32))
     assert_close(run(x, w, -2, arithmetic="fast"), want, 1e-5)
@@ -233,9 +232,9 @@ def test_explicit_axes_partition_products_without_the_compiler(spec: Any, monkey
     monkeypatch.setattr(partition, "can_partition_calls", lambda *operands: False)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        dense = jax.device_put(jax.random.normal(jax.random.key(0), (512, 256)), NamedSharding(mesh, spec))
+        dense = jax.device_put(gaussian(0, (512, 256)), NamedSharding(mesh, spec))
         w = lowbit.ArrayNF4.quantize(dense, axis=-2)
-        x = jax.device_put(jax.random.normal(jax.random.key(1), (16, 512)), NamedSharding(mesh, P(None, spec[0])))
+        x = jax.device_put(gaussian(1, (16, 512)), NamedSharding(mesh, P(None, spec[0])))
         multiply = jax.jit(lowbit.implicit(partial(jnp.einsum, "mk,kn->mn", out_sharding=P(None, spec[1]))))
         y, text = multiply(x, w), multiply.lower(x, w).compile().as_text()
         want = multiply(x, w.materialize())
@@ -247,8 +246,8 @@ def test_explicit_axes_partition_products_without_the_compiler(spec: Any, monkey
 def test_automatic_axes_decode_with_a_warning_where_the_compiler_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition, "can_partition_calls", lambda *operands: False)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    w = lowbit.Array8B.quantize(jax.random.normal(jax.random.key(0), (136, 264)), axis=-2)
-    x = jax.random.normal(jax.random.key(1), (7, 136))
+    w = lowbit.Array8B.quantize(gaussian(0, (136, 264)), axis=-2)
+    x = gaussian(1, (7, 136))
     multiply = jax.jit(lambda x, w: x @ w)
     assert "lowbit_matmul" in multiply.lower(x, w).compile().as_text()  # nothing to partition on one device
     assert_close(multiply(x, w), x @ w.materialize())

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_same_bits
+from helpers import assert_close, assert_same_bits, gaussian
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -22,7 +22,7 @@ from lowbit.models.axes import axes_by_name
 
 
 def normal(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(sum(shape)), shape)
+    return gaussian(sum(shape), shape)
 
 
 def model() -> dict[str, Any]:
