@@ -112,9 +112,9 @@ def _importance(model: Any) -> Iterator[Any]:
 def _qwix(model: Any) -> Any:
     """GPTQ of every linear and of the tied table: int4 with a float32 scale for each group of 32 inputs.
 
-    Its loop over inputs is compiled as a whole, which gives the same codes: one by one its steps take 15 s for 64 inputs.
+    Its loop over inputs is compiled as a whole, which gives the same codes: its steps alone take 15 s for 64 inputs.
     Weights with the same inputs are rounded together, and as many rows at a time, so that two programs do for all
-    weights (2 and 6 minutes to compile). That changes nothing either: its rows are independent.
+    weights (2 and 6 minutes to compile, the second in 9 GB). That changes nothing either: its rows are independent.
     """
     qarray, gptq_core = (import_module(f"qwix.{name}") for name in ("_src.core.qarray", "contrib.gptq_core"))
     statistics, dense = model.statistics(False), model.dense.params
