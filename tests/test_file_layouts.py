@@ -174,6 +174,7 @@ def test_moves_that_keep_groups_together_keep_their_codes(name: str) -> None:
         q, _ = case(name)
     w, scales = np.asarray(q.materialize()), q.scales.dtype
 
+    @jax.jit
     @lowbit.implicit
     def stacked(*layers: Any) -> Any:
         return jnp.stack([layer.T for layer in layers])
@@ -183,10 +184,11 @@ def test_moves_that_keep_groups_together_keep_their_codes(name: str) -> None:
         np.testing.assert_array_equal(stack.materialize(), np.stack([w.T] * 3))
         assert stack.nbytes == 3 * q.nbytes and stack.scales.dtype == scales
         for fn in (lambda w: w[1], lambda w: w[1:], lambda w: w.reshape(3, 1, *w.shape[1:]), lambda w: w[::2]):
-            moved = lowbit.implicit(fn)(stack)
+            moved = jax.jit(lowbit.implicit(fn))(stack)
             np.testing.assert_array_equal(moved.materialize(), fn(np.stack([w.T] * 3)))
-        assert lowbit.implicit(lambda w: w[1:])(stack).scales.dtype == scales
-        heads = lowbit.implicit(lambda w: jnp.swapaxes(w.reshape(4, 2, N // 8, K), 1, 2).reshape(N, K))(q)
+        assert jax.eval_shape(lowbit.implicit(lambda w: w[1:]), stack).scales.dtype == scales
+        turned = jax.jit(lowbit.implicit(lambda w: jnp.swapaxes(w.reshape(4, 2, N // 8, K), 1, 2).reshape(N, K)))
+        heads = turned(q)
         want = np.swapaxes(w.reshape(4, 2, N // 8, K), 1, 2).reshape(N, K)
         np.testing.assert_array_equal(heads.materialize(), want)
         if name not in ("nvfp4", "nf4"):  # their groups are of the whole matrix

@@ -42,12 +42,12 @@ def test_the_same_tree_is_the_same_file(tmp_path):
 
 @pytest.mark.first(*tiers.EACH_MECHANISM)
 def test_every_format_comes_back(layout: Layout, tmp_path):
-    w = layout.quantize(weights(33, 77))
+    w = layout.quantize(jnp.asarray(weights(33, 77)))
     tree = {
         "w": w.replace(use_kernel=False, compute="fast"),
         "transposed": w.T,
-        "stack": layout.quantize(weights(2, 20, 40), dtype=jnp.bfloat16),
-        "empty": layout.quantize(weights(0, 32)),
+        "stack": layout.quantize(jnp.asarray(weights(2, 20, 40))).astype(jnp.bfloat16),
+        "empty": layout.quantize(jnp.asarray(weights(0, 32))),
     }
     path = saved(tmp_path, tree)
     assert_same(load(path), tree)

@@ -1,6 +1,7 @@
 """GPTQ: equal to a loop in NumPy, better than rounding to nearest, in every format; and inputs that are hard."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -208,14 +209,15 @@ def test_scales_along_another_axis_than_the_inputs(format: str) -> None:
 
 
 def test_codes_of_every_format_are_restored() -> None:
-    @jax.jit
-    def restored(array: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    @functools.partial(jax.jit, static_argnames="format")
+    def restored(w: jax.Array, format: str) -> tuple[jax.Array, jax.Array]:
+        array = quantize(w, format)
         levels = SortedLevels.of(array)
         positions = levels.nearest(array.decode() / lowbit.formats.spread(array.scale_values(), array.spans, (K, N)))
         return with_positions(array, levels, positions).materialize(), array.materialize()
 
     for format in FORMATS:
-        np.testing.assert_array_equal(*restored(quantize(normal(0, K, N), format)))
+        np.testing.assert_array_equal(*restored(normal(0, K, N), format))
 
 
 def test_wrong_moments() -> None:
