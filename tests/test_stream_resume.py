@@ -205,7 +205,7 @@ def killed(folder: Path, *options: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_a_run_killed_at_random_moments_resumes(kind: str, tmp_path: Path) -> None:
-    assert killed(tmp_path, "--kills", "6", "--kinds", kind)[kind]["resumed"] > 0
+    assert killed(tmp_path, "--kills", "8", "--kinds", kind)[kind]["resumed"] > 0
 
 
 def test_a_directory_survives_a_kill_before_each_step(tmp_path: Path) -> None:
