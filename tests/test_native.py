@@ -294,6 +294,17 @@ def test_fast_matmul_is_its_definition(target, format):
     check_together(cases)
 
 
+@pytest.mark.parametrize("rows", [2, 3, 4, 8])
+def test_fast_matmul_of_few_rows(target, rows):
+    """Whole lines of columns and a rest, spans that end within the rows read at a time, scales that are codes."""
+    check_together(
+        [
+            *(fast_case(target, format, 0, span, rows, 200, 333) for format in FORMATS for span in (0, 32)),
+            *(fast_case(target, "q4", 0, 32, rows, 200, 333, scale=f"signed8{of}") for of in ("", " rows", " columns")),
+        ]
+    )
+
+
 def test_fast_matmul_with_scales_in_eight_bits(target):
     cases = itertools.product((0, 1), (1, 7))
     check_together(fast_case(target, "nf4", contract, 64, m, 200, 333, scale="dynamic") for contract, m in cases)
