@@ -78,10 +78,10 @@ void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, in
 template <typename D>
 void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t rows, const int8_t* q, uint8_t* packed) {
   constexpr int kSize = x_bytes(D::kSmall), kPer = D::kPerByte;
-  const int64_t most = fast_rows(D::kSmall, tiling.blocked);
-  const int64_t tile = m / most * most, tile_rows = min(most, rows - tile), groups = tiling.slab / 4;
+  const int64_t tile = tiling.tile_of(m), begin = tiling.row_of(tile), tile_rows = tiling.height_of(tile),
+                groups = tiling.slab / 4;
   for (int64_t s = 0; s < tiling.slabs; ++s) {
-    uint8_t* first = packed + ((s * rows + tile) * groups + (m - tile) * kPair) * kSize;
+    uint8_t* first = packed + ((s * rows + begin) * groups + (m - begin) * kPair) * kSize;
     const int8_t* from = q + s * tiling.slab;
     const auto out = [&](int64_t g) { return first + (g / kPair * kPair * tile_rows + g % kPair) * kSize; };
     if (!contract_last || kPer == 1) {
@@ -131,13 +131,25 @@ class NextSlab {
         step_(w.w.row_bytes),
         back_(step_ - (row_end_ - at_)) {}
 
-  // `lines` are for the next `times` calls of `prefetch_some`. Many at a time wait for the memory, and leave it idle
-  // afterwards; but each call takes registers and instructions of a loop.
+  // `lines` are for the next `times` steps. Many at a time wait for the memory, and leave it idle afterwards; but each
+  // step takes registers and instructions of a loop.
   void set(int64_t lines, int64_t times) {
     left_ = lines;
     some_ = ceil_div(lines, times);
   }
+  void prefetch_all(int64_t lines) {
+    set(lines, 1);
+    prefetch_some();
+  }
 
+  // Steps in the products of whole rows, and of the spans of a block.
+  template <int, bool kBlocked>
+  LOWBIT_INLINE void in_group(int64_t) {
+    if constexpr (!kBlocked) prefetch_some();
+  }
+  LOWBIT_INLINE void in_span() { prefetch_some(); }
+
+ private:
   LOWBIT_INLINE void prefetch_some() {
     for (int64_t i = 0; i < some_ && left_ > 0; ++i, --left_) {
       prefetch_far(at_);
@@ -149,9 +161,14 @@ class NextSlab {
     }
   }
 
- private:
   const uint8_t *at_, *row_end_;
   int64_t step_, back_, left_ = 0, some_ = 0;
+};
+
+struct Nothing {
+  template <int, bool>
+  LOWBIT_INLINE void in_group(int64_t) {}
+  LOWBIT_INLINE void in_span() {}
 };
 
 // From 4 columns with 4 k each in a, and 4 more k in b, to 2 columns with 8 k each.
@@ -164,7 +181,7 @@ LOWBIT_INLINE void pair_columns(Bytes& a, Bytes& b) {
 // Decodes kGroup rows of a tile.
 template <typename D>
 LOWBIT_INLINE void put_rows(const D& decoder, const uint8_t* const rows[kGroup], int64_t depth, uint8_t* out) {
-  for (int part = 0; part < kTileBytes<D> / kBytes; ++part) {
+  for (int part = 0; part < kTileBytes / kBytes; ++part) {
     Bytes v[kGroup];
     for (int i = 0; i < kGroup; ++i) v[i] = load_as<Bytes>(rows[i] + part * kBytes);
     for (int i = 0; i < kGroup; i += 4) interleave_rows<0, 4>(v + i, v + i);
@@ -178,14 +195,71 @@ LOWBIT_INLINE void put_rows(const D& decoder, const uint8_t* const rows[kGroup],
   }
 }
 
+// Decodes the panel of the next tile in steps of four stored rows, between the products of the tile before it: they use
+// other units of the processor.
+template <typename D>
+class NextPanel {
+ public:
+  explicit NextPanel(const D& decoder) : decoder_(decoder) {}
+
+  // Returns whether this panel can be decoded in steps.
+  bool set(const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
+    left_ = 0;
+    if (k + depth > w.w.rows || (tile + 1) * kTileBytes > w.w.row_bytes || w.joined()) return false;
+    from_ = w.codes + k * w.w.row_bytes + tile * kTileBytes;
+    step_ = w.w.row_bytes;
+    out_ = panel;
+    left_ = depth / 4;
+    later_ = left_ * kGroupBytes;
+    return true;
+  }
+
+  // A step in the products of kWidth vectors of columns: all products of a tile together make all steps.
+  template <int kWidth, bool>
+  LOWBIT_INLINE void in_group(int64_t g) {
+    if (g % (D::kPerByte * kFastVectors / kWidth) == 0) decode_some();
+  }
+  LOWBIT_INLINE void in_span() {}
+
+  void finish() {
+    while (left_ > 0) decode_some();
+  }
+
+ private:
+  LOWBIT_INLINE void decode_some() {
+    static_assert(kAheadRows == 0 || (kBytes == kTileBytes && kPair == 1));
+    if (left_ == 0) return;
+    Bytes v[4];
+    each_constant<4>([&](auto i) LOWBIT_INLINE_LAMBDA {
+      v[i.value] = load_as<Bytes>(from_);
+      from_ += step_;
+    });
+    interleave_rows<0, 4>(v, v);
+    each_constant<4>([&](auto j) LOWBIT_INLINE_LAMBDA {
+      put_bytes(decoder_, v[j.value], [&](int i) LOWBIT_INLINE_LAMBDA {
+        const int vector = j.value * D::kPerByte + i;
+        return out_ + vector / kFastVectors * later_ + vector % kFastVectors * kBytes;
+      });
+    });
+    out_ += kGroupBytes;
+    --left_;
+  }
+
+  D decoder_;
+  const uint8_t* from_ = nullptr;
+  uint8_t* out_ = nullptr;
+  int64_t step_ = 0, later_ = 0;  // bytes to the next stored row, and to the next group of vectors
+  int64_t left_ = 0;              // steps
+};
+
 // For contracting the first axis: kGroup stored rows at a time. Lane l of vector j * kPerByte + i is column
 // (j * kLanes + l) * kPerByte + i of the tile.
 template <typename D>
 void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, int64_t tile, uint8_t* panel) {
-  const int64_t byte = tile * kTileBytes<D>, bytes = min(kTileBytes<D>, w.w.row_bytes - byte), step = w.w.row_bytes;
+  const int64_t byte = tile * kTileBytes, bytes = min(kTileBytes, w.w.row_bytes - byte), step = w.w.row_bytes;
   const D decoder = shared;  // a copy that the stores cannot alias
   int64_t r = 0;
-  if (bytes == kTileBytes<D> && !w.joined()) {
+  if (bytes == kTileBytes && !w.joined()) {
     const uint8_t* from = w.codes + k * step + byte;
     for (; r + kGroup <= min(depth, w.w.rows - k); r += kGroup, from += kGroup * step) {
       const uint8_t* rows[kGroup];
@@ -194,7 +268,7 @@ void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, i
     }
   }
   // The last rows, a short tile, and joined codes are copied.
-  alignas(64) uint8_t copies[kGroup][kTileBytes<D>] = {};
+  alignas(64) uint8_t copies[kGroup][kTileBytes] = {};
   const uint8_t* rows[kGroup];
   for (int i = 0; i < kGroup; ++i) rows[i] = copies[i];
   for (; r < depth; r += kGroup) {
@@ -232,8 +306,8 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
   const D decoder = shared;
   constexpr int64_t kUnit = 4 * D::kPerByte;
   const int64_t byte = k / D::kPerByte, dwords = depth / kUnit;
-  for (int64_t vector = 0; vector < kTileBytes<D> / kLanes; ++vector) {
-    const int64_t row = tile * kTileBytes<D> + vector * kLanes;
+  for (int64_t vector = 0; vector < kTileBytes / kLanes; ++vector) {
+    const int64_t row = tile * kTileBytes + vector * kLanes;
     uint8_t* out = vector_in(panel, depth, vector);
     for (int64_t d = 0; d < dwords; d += kLanes) {
       const int64_t bytes = min(kBytes, w.w.row_bytes - byte - 4 * d);
@@ -297,8 +371,8 @@ void panel_scales_last(const Matrix& w, int64_t k, int64_t spans, int64_t span, 
                        float* out) {
   float held[kMostSpans];
   const int64_t first = k / w.w.col_span, count = min((spans - 1) * span / w.w.col_span + 1, w.w.scale_cols - first);
-  for (int64_t i = 0; i < kTileBytes<D>; ++i) {
-    const int64_t row = tile * kTileBytes<D> + i;
+  for (int64_t i = 0; i < kTileBytes; ++i) {
+    const int64_t row = tile * kTileBytes + i;
     const float* scales = row < w.w.rows ? w.scales(row / w.w.row_span, first, count, held) : nullptr;
     for (int64_t b = 0; b < spans; ++b) out[b * step + i] = scales == nullptr ? 0 : scales[b * span / w.w.col_span];
   }
@@ -307,7 +381,7 @@ void panel_scales_last(const Matrix& w, int64_t k, int64_t spans, int64_t span, 
 // The scales of a tile for the span at k, in the order of the panel's columns, padded with zeros.
 template <typename D>
 void panel_scales(const Matrix& w, int64_t k, int64_t tile, float* out) {
-  constexpr int64_t kPer = D::kPerByte, kColumns = kTileBytes<D> * kPer;
+  constexpr int64_t kPer = D::kPerByte, kColumns = kTileBytes * kPer;
   const int64_t row = k / w.w.row_span, column = tile * kColumns, count = min(kColumns, w.w.columns - column);
   if (scales_later<D>(w, false)) {
     const SmallFloats floats = w.small_scales();

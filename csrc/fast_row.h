@@ -130,16 +130,15 @@ LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, const int8_t* q
 #if defined(LOWBIT_AVX512)
 
 // sums += the codes of `a` and `b` times q (kM, kFastGroup)
-template <int kM, int i = 0, typename D>
+template <int kM, typename D>
 LOWBIT_INLINE void add_codes(const D& decoder, I (&sums)[kM][D::kPerByte], Bytes a, Bytes b, const int8_t* q) {
-  if constexpr (i < D::kPerByte) {
-    const Bytes levels_a = decoder.template bytes<i>(a), levels_b = decoder.template bytes<i>(b);
-    for (int m = 0; m < kM; ++m) {
-      add_dots(sums[m][i], levels_a, splat(q + m * kFastGroup));
-      add_dots(sums[m][i], levels_b, splat(q + m * kFastGroup + 4));
-    }
-    add_codes<kM, i + 1>(decoder, sums, a, b, q);
-  }
+  each_constant<D::kPerByte>([&](auto i) LOWBIT_INLINE_LAMBDA {
+    const Bytes levels_a = decoder.template bytes<i.value>(a), levels_b = decoder.template bytes<i.value>(b);
+    each_constant<kM>([&](auto m) LOWBIT_INLINE_LAMBDA {
+      add_dots(sums[m.value][i.value], levels_a, splat(q + m.value * kFastGroup));
+      add_dots(sums[m.value][i.value], levels_b, splat(q + m.value * kFastGroup + 4));
+    });
+  });
 }
 
 // Vectors kPart and later of a line of all groups.
@@ -147,39 +146,41 @@ template <int kM, bool kFirst, bool kLast, int kPart, typename D>
 LOWBIT_INLINE void add_line(const D& decoder, const uint8_t* const* rows, int64_t groups, int64_t byte, const int8_t* q,
                             const uint8_t* next, const uint8_t* codes, const FastSums& to, int64_t at) {
   constexpr int kPer = D::kPerByte, kCount = kFastParts<kM, D>;
+  const auto place = [&](auto j, auto m, auto i) LOWBIT_INLINE_LAMBDA {
+    return at + m.value * to.width + ((kPart + j.value) * kPer + i.value) * kLanes;
+  };
   I sums[kCount][kM][kPer];
-  for (int j = 0; j < kCount; ++j) {
-    for (int m = 0; m < kM; ++m) {
-      for (int i = 0; i < kPer; ++i) {
-        sums[j][m][i] = first_sum<kFirst>(to, m, at + m * to.width + ((kPart + j) * kPer + i) * kLanes);
-      }
-    }
-  }
+  each_constant<kCount>([&](auto j) LOWBIT_INLINE_LAMBDA {
+    each_pair<kM, kPer>([&](auto m, auto i) LOWBIT_INLINE_LAMBDA {
+      sums[j.value][m.value][i.value] = first_sum<kFirst>(to, m.value, place(j, m, i));
+    });
+  });
   for (int64_t g = 0; g < groups; ++g) {
     for (int r = 0; kPart == 0 && r < kFastGroup; ++r) prefetch_far(next + 64 * (g * kFastGroup + r));
     Bytes v[kFastGroup], a[kCount], b[kCount];
     for (int r = 0; r < kFastGroup; ++r) v[r] = load_as<Bytes>(rows[g * kFastGroup + r] + byte);
     interleave_rows<kPart, kCount>(v, a);
     interleave_rows<kPart, kCount>(v + 4, b);
-    for (int j = 0; j < kCount; ++j) add_codes<kM>(decoder, sums[j], a[j], b[j], q + g * kM * kFastGroup);
+    each_constant<kCount>([&](auto j) LOWBIT_INLINE_LAMBDA {
+      add_codes<kM>(decoder, sums[j.value], a[j.value], b[j.value], q + g * kM * kFastGroup);
+    });
   }
-  for (int j = 0; j < kCount; ++j) {
+  each_constant<kCount>([&](auto j) LOWBIT_INLINE_LAMBDA {
     F scales[kPer];
     if constexpr (kLast && kPer == 2) {
-      if (codes != nullptr) to.floats.pairs(codes + (kPart + j) * 2 * kLanes, scales[0], scales[1]);
+      if (codes != nullptr) to.floats.pairs(codes + (kPart + j.value) * 2 * kLanes, scales[0], scales[1]);
     }
-    for (int m = 0; m < kM; ++m) {
-      for (int i = 0; i < kPer; ++i) {
-        const int64_t place = at + m * to.width + ((kPart + j) * kPer + i) * kLanes;
-        if (kLast && kPer == 2 && codes != nullptr) {
-          const F scale = broadcast(to.x_scales[m]) * scales[i];
-          store(to.sums + place, fma(to_float(sums[j][m][i]), scale, load(to.sums + place)));
-        } else {
-          put_sum<kLast>(sums[j][m][i], to, m, place);
-        }
+    each_pair<kM, kPer>([&](auto m, auto i) LOWBIT_INLINE_LAMBDA {
+      const int64_t here = place(j, m, i);
+      const I sum = sums[j.value][m.value][i.value];
+      if (kLast && kPer == 2 && codes != nullptr) {
+        const F scale = broadcast(to.x_scales[m.value]) * scales[i.value];
+        store(to.sums + here, fma(to_float(sum), scale, load(to.sums + here)));
+      } else {
+        put_sum<kLast>(sum, to, m.value, here);
       }
-    }
-  }
+    });
+  });
   if constexpr (kPart + kCount < 4) {
     add_line<kM, kFirst, kLast, kPart + kCount>(decoder, rows, groups, byte, q, next, codes, to, at);
   }
@@ -259,8 +260,8 @@ struct FastGroups {
 template <int kM, typename D>
 bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, const FewRows& x, int64_t begin,
                  int64_t end, float* sums) {
-  constexpr int64_t kColumns = kTileBytes<D> * D::kPerByte;
-  const int64_t row_bytes = w.w.row_bytes, tiles = ceil_div(row_bytes, kTileBytes<D>);
+  constexpr int64_t kColumns = kTileBytes * D::kPerByte;
+  const int64_t row_bytes = w.w.row_bytes, tiles = ceil_div(row_bytes, kTileBytes);
   const int64_t width = sums_width(kM, tiles * kColumns);
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
   float* scales = buffer<float>(Scratch::task_scales, width);

@@ -7,13 +7,17 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-// Whether the next slab is prefetched between the products of whole rows: with AVX-512 there are enough registers.
+// Whether the next slab is prefetched between products: with AVX-512 there are enough registers.
 constexpr bool kPrefetchBetween = kBytes == 64;
+// Blocks leave fewer of them. With more rows of x there are so few lines for each tile of rows that they can be
+// prefetched at once.
+constexpr int64_t kPrefetchBlocked = 32;
 
-// sums += panel * x over `groups` of four k; the sums of `fit` groups fit in 16 bits if kSmall
-template <int kRows, int kWidth, bool kSmall, bool kPrefetch>
+// sums += panel * x over `groups` of four k; the sums of `fit` groups fit in 16 bits if kSmall. Calls beside(g) for
+// each group.
+template <int kRows, int kWidth, bool kSmall, typename Beside>
 LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, const uint8_t* x, int64_t groups,
-                                [[maybe_unused]] int64_t fit, [[maybe_unused]] NextSlab& next) {
+                                [[maybe_unused]] int64_t fit, [[maybe_unused]] const Beside& beside) {
 #if defined(LOWBIT_NEON_I8MM)
   for (int64_t g = 0; g < groups; g += kPair, panel += kPair * kGroupBytes, x += kPair * kRows * 4) {
     Bytes multipliers[kRows / kPair];
@@ -25,13 +29,14 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, 
   }
 #elif defined(LOWBIT_TILE_DOTS)
   for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes, x += kRows * 4) {
-    if constexpr (kPrefetch) next.prefetch_some();
+    beside(g);
     Bytes w[kWidth];
-    for (int v = 0; v < kWidth; ++v) w[v] = load_as<Bytes>(panel + v * kBytes);
-    for (int r = 0; r < kRows; ++r) {
-      const I multiplier = splat(x + r * 4);
-      for (int v = 0; v < kWidth; ++v) add_dots<kSmall>(sums[r][v], w[v], multiplier);
-    }
+    each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA { w[v.value] = load_as<Bytes>(panel + v.value * kBytes); });
+    each_constant<kRows>([&](auto r) LOWBIT_INLINE_LAMBDA {
+      const I multiplier = splat(x + r.value * 4);
+      each_constant<kWidth>(
+          [&](auto v) LOWBIT_INLINE_LAMBDA { add_dots<kSmall>(sums[r.value][v.value], w[v.value], multiplier); });
+    });
   }
 #else
 #if defined(LOWBIT_AVX2)
@@ -74,9 +79,6 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, 
 // The part of a slab that a tile multiplies. If blocked, span b of it has the seeds of its rows at b * seed_step, and
 // the scales of its columns at b * scale_step.
 struct FastTile {
-  explicit FastTile(const NextSlab& slab) : next(slab) {}
-
-  NextSlab next;
   const uint8_t* panel;
   const uint8_t* x;
   int64_t groups, span_groups;  // of four k: in all spans, and in each but the last
@@ -89,29 +91,33 @@ struct FastTile {
   void* sums;  // [row][kFastColumns] int32, or float if blocked
 };
 
-// Sums of a whole row, as integers. Not inlined: in a large function, GCC 12 keeps the sums in memory.
-template <int kRows, bool kSmall>
-__attribute__((noinline)) void whole_tile(FastTile& tile) {
-  FastTile t = tile;  // a copy that the stores cannot alias
+// Sums of a whole row, as integers; `Beside` is Nothing, NextSlab or a NextPanel. Not inlined: in a large function, GCC
+// 12 keeps the sums in memory.
+template <int kRows, bool kSmall, typename Beside>
+__attribute__((noinline)) void whole_tile(const FastTile& tile, Beside& shared) {
+  const FastTile t = tile;  // copies that the stores cannot alias
+  Beside beside = shared;
   int32_t* whole = static_cast<int32_t*>(t.sums);
   I sums[kRows][kFastVectors];
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kFastVectors; ++v) {
-      sums[r][v] = t.first ? seeds_of(t.seeds, r) : load_as<I>(whole + r * kFastColumns + v * kLanes);
-    }
-  }
-  add_products<kRows, kFastVectors, kSmall, kPrefetchBetween>(sums, t.panel, t.x, t.groups, t.fit, t.next);
-  tile.next = t.next;
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kFastVectors; ++v) store_as(whole + r * kFastColumns + v * kLanes, sums[r][v]);
-  }
+  each_pair<kRows, kFastVectors>([&](auto r, auto v) LOWBIT_INLINE_LAMBDA {
+    const int32_t* from = whole + r.value * kFastColumns + v.value * kLanes;
+    sums[r.value][v.value] = t.first ? seeds_of(t.seeds, r.value) : load_as<I>(from);
+  });
+  add_products<kRows, kFastVectors, kSmall>(sums, t.panel, t.x, t.groups, t.fit, [&](int64_t g) LOWBIT_INLINE_LAMBDA {
+    beside.template in_group<kFastVectors, false>(g);
+  });
+  shared = beside;
+  each_pair<kRows, kFastVectors>([&](auto r, auto v) LOWBIT_INLINE_LAMBDA {
+    store_as(whole + r.value * kFastColumns + v.value * kLanes, sums[r.value][v.value]);
+  });
 }
 
 // Sums of the spans of a slab, times the scales of their columns; the scales of the rows multiply the result. kWidth
 // vectors of columns from the v-th on: as many as leave the sums of a span, and those of the slab, in registers.
-template <int kRows, int kWidth, bool kSmall>
-__attribute__((noinline)) void blocked_tile(const FastTile& tile, int v) {
+template <int kRows, int kWidth, bool kSmall, typename Beside>
+__attribute__((noinline)) void blocked_tile(const FastTile& tile, int v, Beside& shared) {
   FastTile t = tile;
+  Beside beside = shared;
   t.panel += v * kPair * kBytes;
   t.scales += v * kLanes;
   F total[kRows][kWidth];
@@ -120,11 +126,14 @@ __attribute__((noinline)) void blocked_tile(const FastTile& tile, int v) {
   }
   while (t.groups > 0) {
     const int64_t groups = min(t.groups, t.span_groups);
+    beside.in_span();
     I sums[kRows][kWidth];
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kWidth; ++i) sums[r][i] = seeds_of(t.seeds, r);
     }
-    add_products<kRows, kWidth, kSmall, false>(sums, t.panel, t.x, groups, t.fit, t.next);
+    add_products<kRows, kWidth, kSmall>(sums, t.panel, t.x, groups, t.fit, [&](int64_t g) LOWBIT_INLINE_LAMBDA {
+      beside.template in_group<kWidth, true>(g);
+    });
     for (int i = 0; i < kWidth; ++i) {
       for (int r = 0; r < kRows; ++r) {
         total[r][i] = fma(to_float(sums[r][i]), column_scales(t.scales + i * kLanes, r), total[r][i]);
@@ -136,6 +145,7 @@ __attribute__((noinline)) void blocked_tile(const FastTile& tile, int v) {
     t.seeds += t.seed_step;
     t.scales += t.scale_step;
   }
+  shared = beside;
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kWidth; ++i) {
       float* out = static_cast<float*>(t.sums) + r * kFastColumns + (v + i) * kLanes;
@@ -158,7 +168,7 @@ struct FastX {
 template <typename D, bool kBlocked>
 void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x, int64_t batch,
                  int64_t begin, int64_t end, const float* sums) {
-  constexpr int64_t kMost = kTileBytes<D> * D::kPerByte;
+  constexpr int64_t kMost = kTileBytes * D::kPerByte;
   const int64_t columns = tiling.columns;
   const bool later = kBlocked && scales_later<D>(w, p.contract_last);
   for (int64_t tile = begin; tile < end; ++tile) {
@@ -187,28 +197,53 @@ void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, con
   }
 }
 
+// Multiplies a tile of kRows rows of x.
+template <int kRows, bool kBlocked, bool kSmall, typename Beside>
+LOWBIT_INLINE void multiply_tile(const FastTile& tile, Beside& beside) {
+  if constexpr (kBlocked) {
+    for (int v = 0; v < kFastVectors; v += kBlockedVectors) {
+      blocked_tile<kRows, kBlockedVectors, kSmall>(tile, v, beside);
+    }
+  } else {
+    whole_tile<kRows, kSmall>(tile, beside);
+  }
+}
+
 // Computes the tiles [begin, end) of the columns of one product.
 template <bool kBlocked, typename D>
 bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x,
                 int64_t batch, int64_t begin, int64_t end) {
-  const int64_t columns = tiling.columns, rows = tiling.rows, spans = kBlocked ? tiling.slab / tiling.span : 1;
-  uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::task_panel, static_cast<size_t>(tiling.slab * columns)));
+  const int64_t columns = tiling.columns, rows = tiling.rows, spans = kBlocked ? tiling.slab / tiling.span : 1,
+                panel_bytes = tiling.slab * columns;
+  uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::task_panel, static_cast<size_t>(2 * panel_bytes)));
   float* scales = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(spans * columns) * 4));
   float* sums =
       static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>((end - begin) * columns * tiling.rows) * 4));
   if (panel == nullptr || scales == nullptr || sums == nullptr) return false;
   constexpr bool kSmall = D::kSmall;
   constexpr int kSize = x_bytes(kSmall), kRows = fast_rows(kSmall, kBlocked);
+  const bool between = kPrefetchBetween && (!kBlocked || rows <= kPrefetchBlocked);
+  uint8_t* other_panel = panel + panel_bytes;
+  NextPanel<D> next_panel(decoder);
+  bool decoded = false;  // the panel of this tile, during the products of the last one
+  const auto depth_at = [&](int64_t k) { return round_up(min(tiling.slab, p.k - k), tiling.unit); };
   for (int64_t slab = 0; slab < tiling.slabs; ++slab) {
-    const int64_t k = slab * tiling.slab, depth = round_up(min(tiling.slab, p.k - k), tiling.unit);
-    FastTile t(NextSlab(w, k + depth, begin * kTileBytes<D>, min(end * kTileBytes<D>, w.w.row_bytes)));
-    const int64_t calls = columns / kFastColumns * ceil_div(rows, kRows);
-    const int64_t lines = p.contract_last ? 0 : ceil_div(depth * kTileBytes<D> / 64, calls);
+    const int64_t k = slab * tiling.slab, depth = depth_at(k);
+    NextSlab next_slab(w, k + depth, begin * kTileBytes, min(end * kTileBytes, w.w.row_bytes));
+    // Tiles of rows with products that do nothing else.
+    const int64_t free_tiles = tiling.row_tiles() - (between && tiling.decodes_ahead() ? 1 : 0);
+    const int64_t lines = p.contract_last ? 0 : ceil_div(depth, columns / kFastColumns * max(free_tiles, 1));
+    const int64_t times = !between ? 1 : kBlocked ? kFastVectors / kBlockedVectors * spans : depth / 4;
     for (int64_t tile = begin; tile < end; ++tile) {
       if (p.contract_last) {
         panel_of_columns(decoder, w, k, depth, tile, panel);
-      } else {
+      } else if (!decoded) {
         panel_of_rows(decoder, w, k, depth, tile, panel);
+      }
+      decoded = false;
+      if (tiling.decodes_ahead() && (tile + 1 < end || slab + 1 < tiling.slabs)) {
+        const int64_t next_k = tile + 1 < end ? k : k + tiling.slab;
+        decoded = next_panel.set(w, next_k, depth_at(next_k), tile + 1 < end ? tile + 1 : begin, other_panel);
       }
       if (kBlocked) {
         const int64_t count = ceil_div(depth, tiling.span);
@@ -218,10 +253,9 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
         }
       }
       for (int64_t group = 0; group < columns / kFastColumns; ++group) {
-        for (int64_t m = 0; m < rows; m += kRows) {
-          const int64_t height = min(kRows, rows - m);
-          t.next.set(lines, kPrefetchBetween && !kBlocked ? depth / 4 : 1);
-          if (!kPrefetchBetween || kBlocked) t.next.prefetch_some();
+        for (int64_t row_tile = 0; row_tile < tiling.row_tiles(); ++row_tile) {
+          const int64_t m = tiling.row_of(row_tile), height = tiling.height_of(row_tile);
+          FastTile t;
           t.panel = panel + group * (depth / 4) * kGroupBytes;
           t.x = x.packed + (slab * rows + m) * (tiling.slab / 4) * kSize;
           t.groups = depth / 4;
@@ -234,17 +268,32 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
           t.scales = scales + group * kFastColumns;
           t.scale_step = columns;
           t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * rows + m) * kFastColumns;
+          if constexpr (kAheadRows > 0) {
+            if (row_tile == 0 && tiling.decodes_ahead()) {
+              if (!between) next_slab.prefetch_all(lines);
+              multiply_tile<kAheadRows, kBlocked, kSmall>(t, next_panel);
+              continue;
+            }
+          }
+          next_slab.set(lines, times);
           with_constant<kRows / kPair>(height / kPair, [&](auto pairs) {
             constexpr int kHeight = kPair * decltype(pairs)::value;
-            if constexpr (kBlocked) {
-              for (int v = 0; v < kFastVectors; v += kBlockedVectors) {
-                blocked_tile<kHeight, kBlockedVectors, kSmall>(t, v);
-              }
-            } else {
-              whole_tile<kHeight, kSmall>(t);
+            if constexpr (kPrefetchBetween) {
+              if (between) return multiply_tile<kHeight, kBlocked, kSmall>(t, next_slab);
+            }
+            if constexpr (!kPrefetchBetween || kBlocked) {
+              next_slab.prefetch_all(lines);
+              Nothing nothing;
+              multiply_tile<kHeight, kBlocked, kSmall>(t, nothing);
             }
           });
         }
+      }
+      next_panel.finish();
+      if (decoded) {
+        uint8_t* const used = panel;
+        panel = other_panel;
+        other_panel = used;
       }
     }
   }

@@ -9,14 +9,13 @@ namespace lowbit::LOWBIT_ISA {
 constexpr int64_t kWholeRow = 65536;  // 128 * 127 * kWholeRow < 2^31
 constexpr int64_t kShared = 256;      // of k that share a scale of x, if spans are shorter
 constexpr int64_t kMostSpans = 32;    // in a slab: of 16 or more, in at most 512
-// Bytes of each stored row in a tile of columns: a cache line, or two if rows are long and often a power of two apart.
-template <typename D>
-constexpr int64_t kTileBytes = D::kPerByte <= 2 ? 128 : 64;
+constexpr int64_t kTileBytes = 64;    // of each stored row in a tile of columns: a line of the cache
 
-// The register tile, the bytes that four values of x take, and the number of rows of x that need no panel.
+// The register tile, the bytes that four values of x take, the number of rows of x that need no panel, and the height
+// of the first tile of rows, which leaves registers to decode the next panel (0: no such tile).
 #if defined(LOWBIT_NEON)
 constexpr int kFastVectors = 4, kBlockedVectors = 2;
-constexpr int kFewRows = 1;
+constexpr int kFewRows = 1, kAheadRows = 0;
 #if defined(LOWBIT_NEON_DOT)
 constexpr int fast_rows(bool, bool) { return 6; }
 #else
@@ -25,16 +24,17 @@ constexpr int fast_rows(bool, bool) { return 4; }  // products take registers, t
 constexpr int x_bytes(bool) { return 4; }
 #elif defined(LOWBIT_AVX512)
 constexpr int kFastVectors = 4, kBlockedVectors = 2;
-constexpr int kFewRows = 4;
+constexpr int kFewRows = 4, kAheadRows = 4;
 constexpr int fast_rows(bool, bool) { return 6; }
 constexpr int x_bytes(bool) { return 4; }
 #elif defined(LOWBIT_AVX2)
 constexpr int kFastVectors = 2, kBlockedVectors = 2;
-constexpr int kFewRows = 4;
+constexpr int kFewRows = 4, kAheadRows = 0;
 constexpr int fast_rows(bool small, bool blocked) { return small && !blocked ? 6 : 4; }
 constexpr int x_bytes(bool small) { return small ? 4 : 8; }
 #else
 constexpr int kFastVectors = 2, kBlockedVectors = 2;
+constexpr int kAheadRows = 0;
 constexpr int fast_rows(bool, bool) { return 4; }
 constexpr int x_bytes(bool) { return 8; }
 #endif
@@ -62,9 +62,16 @@ struct FastTiling {
   int64_t spans;
   int64_t slab;  // of k in a panel; if blocked, it has whole spans of one block
   int64_t slabs;
-  int64_t columns;  // in a tile
-  int64_t tiles;    // of all columns
-  int64_t rows;     // of x, with a row of zeros if the last one has no pair
+  int64_t columns;               // in a tile
+  int64_t tiles;                 // of all columns
+  int64_t rows;                  // of x, with a row of zeros if the last one has no pair
+  int64_t first_height, height;  // of the first tile of rows, and of the others but the last
+
+  int64_t row_tiles() const { return 1 + ceil_div(max(rows - first_height, 0), height); }
+  int64_t row_of(int64_t tile) const { return tile == 0 ? 0 : first_height + (tile - 1) * height; }
+  int64_t tile_of(int64_t row) const { return row < first_height ? 0 : 1 + (row - first_height) / height; }
+  int64_t height_of(int64_t tile) const { return min(tile == 0 ? first_height : height, rows - row_of(tile)); }
+  bool decodes_ahead() const { return kAheadRows > 0 && first_height == kAheadRows; }
 };
 
 // Returns false if scales vary within an integer sum.
@@ -93,9 +100,11 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
   const bool divides = tiling.block % depth == 0 && (!tiling.blocked || depth % tiling.span == 0);
   tiling.slab = tiling.blocked && !divides ? tiling.block : min(depth, tiling.block);
   tiling.slabs = ceil_div(p.k, tiling.slab);
-  tiling.columns = p.contract_last ? kTileBytes<D> : kTileBytes<D> * D::kPerByte;
+  tiling.columns = p.contract_last ? kTileBytes : kTileBytes * D::kPerByte;
   tiling.tiles = ceil_div(p.n, tiling.columns);
   tiling.rows = round_up(p.m, kPair);
+  tiling.height = fast_rows(D::kSmall, tiling.blocked);
+  tiling.first_height = !p.contract_last && kAheadRows > 0 && tiling.rows >= kAheadRows ? kAheadRows : tiling.height;
   return true;
 }
 

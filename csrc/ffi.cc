@@ -367,6 +367,7 @@ ffi::Error search(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer levels,
   p.x = x.untyped_data();
   p.x_type = *x_type;
   if (auto error = set_results(*codes, *high, *scales, *group_scales, p); error.failure()) return error;
+  prefer_huge_pages(p.codes, static_cast<size_t>(p.layers * p.rows * p.low_bytes));
   return finished(choice().kernels->search(p, parallel_on(pool)));
 }
 

@@ -21,6 +21,22 @@ LOWBIT_INLINE void with_constant(int64_t n, const Run& run) {
   run(Constant<kMax>());
 }
 
+// Calls run(Constant<i>) for i in 0..kCount - 1. Indices of a loop become constants too late for GCC 12: it copies the
+// sums of a tile through memory on the way to registers and back.
+template <int kCount, int i = 0, typename Run>
+LOWBIT_INLINE void each_constant(const Run& run) {
+  if constexpr (i < kCount) {
+    run(Constant<i>());
+    each_constant<kCount, i + 1>(run);
+  }
+}
+// The same for pairs of r in 0..kRows - 1 and v in 0..kWidth - 1.
+template <int kRows, int kWidth, typename Run>
+LOWBIT_INLINE void each_pair(const Run& run) {
+  each_constant<kRows * kWidth>(
+      [&](auto i) LOWBIT_INLINE_LAMBDA { run(Constant<i.value / kWidth>(), Constant<i.value % kWidth>()); });
+}
+
 template <typename T>
 LOWBIT_INLINE T* buffer(Scratch slot, int64_t count) {
   return static_cast<T*>(scratch(slot, static_cast<size_t>(count) * sizeof(T)));

@@ -47,20 +47,26 @@ bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel)
     if (!alone) return parallel.each(n, checked);
     for (int64_t i = 0; i < n; ++i) checked(i);
   };
-  each(p.batch * rows, p.batch * p.m * p.k < 65536, [&](int64_t i) {
-    const int64_t b = i / rows, m = i % rows, row = b * p.m + m;
+  // A task has all rows of a tile, since they share lines of the cache in `packed`.
+  const int64_t row_tiles = tiling.row_tiles();
+  each(p.batch * row_tiles, p.batch * p.m * p.k < 65536, [&](int64_t i) {
+    const int64_t b = i / row_tiles, begin = tiling.row_of(i % row_tiles),
+                  end = begin + tiling.height_of(i % row_tiles);
     float* wide = static_cast<float*>(scratch(Scratch::task_panel, static_cast<size_t>(p.k * 4 + padded)));
     if (wide == nullptr) return false;
-    const float* x = static_cast<const float*>(p.x) + row * p.k;
-    if (m == p.m) {
-      x = static_cast<float*>(memset(wide, 0, static_cast<size_t>(p.k) * 4));
-    } else if (p.x_type != Float::f32) {
-      to_f32(p.x, p.x_type, row * p.k, p.k, wide);
-      x = wide;
-    }
     int8_t* q = reinterpret_cast<int8_t*>(wide + p.k);
-    quantize_row(decoder, tiling, x, p.k, m, rows, q, seeds + b * x_seeds, scales + b * x_scales);
-    pack_row<D>(tiling, p.contract_last, m, rows, q, packed + b * x_size);
+    for (int64_t m = begin; m < end; ++m) {
+      const int64_t row = b * p.m + m;
+      const float* x = static_cast<const float*>(p.x) + row * p.k;
+      if (m == p.m) {
+        x = static_cast<float*>(memset(wide, 0, static_cast<size_t>(p.k) * 4));
+      } else if (p.x_type != Float::f32) {
+        to_f32(p.x, p.x_type, row * p.k, p.k, wide);
+        x = wide;
+      }
+      quantize_row(decoder, tiling, x, p.k, m, rows, q, seeds + b * x_seeds, scales + b * x_scales);
+      pack_row<D>(tiling, p.contract_last, m, rows, q, packed + b * x_size);
+    }
     return true;
   });
   // Few rows: long runs of memory. Many rows: sums that stay in L2.

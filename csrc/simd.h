@@ -14,6 +14,7 @@
 #include "kernels.h"
 
 #define LOWBIT_INLINE inline __attribute__((always_inline))
+#define LOWBIT_INLINE_LAMBDA __attribute__((always_inline))
 
 #if defined(LOWBIT_NEON)
 #include "simd_neon.h"
