@@ -7,11 +7,13 @@
     LOWBIT_ISA=avx2 python benchmarks/matmul.py        the kernels of another instruction set that the machine has
 
 Each time is the minimum of all repeats. One repeat calls every product once, so that noise affects all equally. GB/s
-counts the stored weight, read once.
+counts the stored weight, read once. Weights are those that `quantize` returns: their codes lie in huge pages, where
+Linux gives them on request.
 """
 
 import itertools
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -37,10 +39,10 @@ def product(contract: int) -> Any:
     return jax.jit((lambda x, w: x @ w) if contract == -2 else (lambda x, w: x @ w.T))
 
 
-def copies(w: Any, total: int) -> list[Any]:
-    """Copies of a weight that fill `total` bytes."""
-    n = max(2, -(-total // w.nbytes))
-    return [jax.tree.map(partial(jnp.array, copy=True), w) for _ in range(n)]
+def copies(make: Callable[[], Any], total: int) -> list[Any]:
+    """As many of the same weight as fill `total` bytes."""
+    first = make()
+    return [first, *(make() for _ in range(max(2, -(-total // first.nbytes)) - 1))]
 
 
 def kinds(shape: tuple[int, int], m: int, case: str, args: Any) -> dict[str, tuple[list[Any], int]]:
@@ -50,17 +52,18 @@ def kinds(shape: tuple[int, int], m: int, case: str, args: Any) -> dict[str, tup
     w = jax.random.normal(jax.random.key(0), (k, n) if contract == -2 else (n, k)) / k**0.5
     x = jax.random.normal(jax.random.key(1), (m, k))
 
-    def calls(weight: Any, contract: int = contract) -> tuple[list[Any], int]:
-        times = product(contract)
-        return [partial(times, x, copy) for copy in copies(weight, args.bytes)], weight.nbytes
+    def calls(make: Callable[[], Any], contract: int = contract) -> tuple[list[Any], int]:
+        times, weights = product(contract), copies(make, args.bytes)
+        return [partial(times, x, weight) for weight in weights], weights[0].nbytes
 
     # Always in the order that is fastest in JAX: with one row, its x @ w.T is ten times slower.
-    found = {"JAX float32": calls(w if contract == -2 else w.T, -2)}
+    dense = w if contract == -2 else w.T
+    found = {"JAX float32": calls(lambda: jnp.array(dense, copy=True), -2)}
     for format, arithmetic in itertools.product(args.formats, args.compute):
         if arithmetic == "fast" and case not in ("first-along", "last-along"):
             continue  # runs as exact
         config = QuantizationConfig(format, axis=along, compute=arithmetic)
-        found[f"{format} {arithmetic}"] = calls(lowbit.quantize(w, config))
+        found[f"{format} {arithmetic}"] = calls(partial(lowbit.quantize, w, config))
     if args.peers and case == "first-along":
         for name, peer in peers.products(w, x, args.bytes, say).items():
             found[name] = (peer.calls, peer.nbytes)

@@ -30,17 +30,20 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def least(calls: dict[str, Sequence[Callable[[], Any]]], repeat: int) -> dict[str, float]:
-    """The minimum time of each, in seconds, over interleaved repeats."""
+    """The minimum time of each, in seconds, over interleaved repeats.
+
+    Before each call that is timed, the same is called on other data: after a call of another library, threads have to
+    wake up first, which takes 100 us and more and depends on which library that was.
+    """
     best = dict.fromkeys(calls, float("inf"))
-    for runs in calls.values():
-        for run in runs[:2]:
-            jax.block_until_ready(run())
-    for i in range(repeat):
+    for i in range(repeat + 1):
         for name, runs in calls.items():
-            run = runs[i % len(runs)]
+            jax.block_until_ready(runs[2 * i % len(runs)]())
+            run = runs[(2 * i + 1) % len(runs)]
             start = time.perf_counter()
             jax.block_until_ready(run())
-            best[name] = min(best[name], time.perf_counter() - start)
+            if i > 0:  # the first repeat compiles
+                best[name] = min(best[name], time.perf_counter() - start)
     return best
 
 
