@@ -16,7 +16,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from lowbit.dispatch import by_platform, compute, find_kernels, nearest, use_kernel
+from lowbit.dispatch import compute, find_kernels, nearest, use_kernel
 from lowbit.formats.blocks import WHOLE, block_sum, repeated, span_of
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.formats.sharding import explicit_axes
@@ -125,7 +125,7 @@ def _program(product: Product, *, kernels: Any) -> jax.Array:
     if product.w.scale_components and devices_in_use(*jax.tree.leaves(product)) > 1:
         product = replace(product, w=product.w.plain())
     leaves, tree = jax.tree.flatten(product)
-    sharded = ShardedProduct(partial(by_platform, dict(kernels), reference_when_lowered), product)
+    sharded = ShardedProduct(dict(kernels), reference_when_lowered, product)
     return over_devices(sharded, *leaves, like=lambda *leaves: reference.matmul(jax.tree.unflatten(tree, leaves)))
 
 

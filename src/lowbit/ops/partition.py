@@ -4,9 +4,10 @@ A kernel is opaque to the compiler, which would move codes and scales one by one
 its operands correspond, and what to do if the axis that it sums over is sharded.
 """
 
+import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lowbit.dispatch import by_platform
 from lowbit.formats.blocks import WHOLE, span_of
 from lowbit.formats.quantized import QuantizedArray
 from lowbit.formats.sharding import explicit_axes
@@ -27,6 +29,7 @@ from lowbit.kernels.product import Product
 from lowbit.runtime._compat import can_partition_calls, device_kind, meshes_of
 
 Entry = Any  # of a PartitionSpec: None, a name, or a tuple of names
+Kernels = Mapping[str, Callable[..., jax.Array]]  # by platform
 
 
 class Sharded(Protocol):
@@ -34,6 +37,10 @@ class Sharded(Protocol):
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         """Run the operation on the shards of one device."""
+        ...
+
+    def description(self) -> str:
+        """All that the result depends on beside the operands: equal for equal operations, also in another process."""
         ...
 
     def rule(self) -> tuple[str, dict[str, Any]]:
@@ -75,10 +82,32 @@ def over_devices(operation: Sharded, *operands: jax.Array, like: Callable[..., j
         sharding_rule=rule,
         **sizes,
     )
+    named = _named(call, operation)
     if not explicit:
-        return call(*operands)
-    automatic: Any = jax.sharding.auto_axes(call, axes=explicit, out_sharding=_type_of(like, *operands).sharding)
+        return named(*operands)
+    automatic: Any = jax.sharding.auto_axes(named, axes=explicit, out_sharding=_type_of(like, *operands).sharding)
     return automatic(*operands)
+
+
+def _named(call: Callable[..., jax.Array], operation: Sharded) -> Callable[..., jax.Array]:
+    """`call` under a name that says what it computes.
+
+    A program has only the address of a partitioned call, which another one may get later, and
+    `jax_remove_custom_partitioning_ptr_from_cache_key` leaves out even that. Without the name, JAX's compilation cache
+    takes programs of two formats whose components have equal shapes and dtypes for the same.
+    """
+
+    def named(*operands: jax.Array) -> jax.Array:
+        return call(*operands)
+
+    digest = hashlib.sha256(operation.description().encode()).hexdigest()
+    named.__name__ = f"lowbit_{type(operation).__name__}_{digest[:32]}"
+    return jax.jit(named)
+
+
+def _description(kernels: Kernels, tree: Any, w: QuantizedArray) -> str:
+    """The platforms with a kernel, the class and static metadata of the array, and the layout of a declared format."""
+    return f"{sorted(kernels)} {type(w).__module__} {tree} {w.format and w.format.layout}"
 
 
 def _type_of(like: Callable[..., jax.Array], *operands: jax.Array) -> Any:
@@ -202,14 +231,18 @@ class Factors:
 class ShardedProduct:
     """A product of x and w, each device with its rows of x and its shard of w."""
 
-    def __init__(self, multiply: Callable[[Product], jax.Array], product: Product):
-        self.multiply, self.contract, self.dtype = multiply, product.contract, product.dtype
+    def __init__(self, kernels: Kernels, reference: Callable[[Product], jax.Array], product: Product):
+        self.kernels, self.multiply = kernels, partial(by_platform, kernels, reference)
+        self.contract, self.dtype = product.contract, product.dtype
         described: Product = jax.eval_shape(lambda product: product, replace(product, out_sharding=None))
         self.tree = jax.tree.structure(described)
         self.x, self.w, self.sizes = described.x, described.w, described.sizes
 
     def __call__(self, *leaves: jax.Array) -> jax.Array:
         return self.multiply(jax.tree.unflatten(self.tree, leaves))
+
+    def description(self) -> str:
+        return _description(self.kernels, self.tree, self.w)
 
     def rule(self) -> tuple[str, dict[str, Any]]:
         factors = Factors()
@@ -302,13 +335,16 @@ def _shifted(x: jax.Array, by: jax.Array, axis: int) -> jax.Array:
 class ShardedRows:
     """Rows of a stored matrix, for row numbers of shape (..., 1); each device has its shard of the matrix."""
 
-    def __init__(self, look_up: Callable[..., jax.Array], w: QuantizedArray, rows: jax.Array):
-        self.look_up = look_up
+    def __init__(self, kernels: Kernels, reference: Callable[..., jax.Array], w: QuantizedArray, rows: jax.Array):
+        self.kernels, self.look_up = kernels, partial(by_platform, kernels, reference)
         self.tree = jax.tree.structure(w)
         self.w, self.rows = jax.eval_shape(lambda w, rows: (w, rows), w, rows)
 
     def __call__(self, rows: jax.Array, *components: jax.Array) -> jax.Array:
         return self.look_up(jax.tree.unflatten(self.tree, components), rows)
+
+    def description(self) -> str:
+        return _description(self.kernels, self.tree, self.w)
 
     def rule(self) -> tuple[str, dict[str, Any]]:
         factors = Factors()
