@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from helpers import Layout, assert_close, assert_same_bits, collectives, gaussian, layouts
+from helpers import Layout, assert_close, assert_same_bits, collectives, elements, gaussian, layouts
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -94,6 +95,10 @@ def test_shards_smaller_than_a_block_raise() -> None:
     # Also when an array with this sharding is quantized.
     with pytest.raises(ValueError, match=message):
         lowbit.quantize(jax.device_put(jnp.ones((K, N)), columns), axis=-1)
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    for quantize in (partial(lowbit.quantize, axis=-1), jax.jit(partial(lowbit.quantize, axis=-1))):
+        with jax.set_mesh(explicit), pytest.raises(ValueError, match=message):
+            quantize(jax.device_put(jnp.ones((K, N)), P(None, "x")))
 
 
 def test_a_shard_map_inside_implicit_over_shards_smaller_than_a_block_raises() -> None:
@@ -395,7 +400,11 @@ def test_weights_sharded_over_the_data_axis_are_gathered_as_stored(layout: Layou
     moved = collectives(compiled.as_text())
     layer = ",".join(map(str, w.codes.shape[1:]))
     assert moved.pop(f"all-gather {'s8' if w.codes.dtype == jnp.int8 else 'u8'}[{layer}]") == 2  # forward and backward
-    assert all(kind.startswith("all-gather ") and "256,256" not in kind for kind in moved)  # of scales
+    # Scales are gathered. XLA partitions the product with offsets like a dense one, and may permute or sum them too.
+    offsets = w.offset_values()
+    most = 0 if offsets is None else math.prod(offsets.shape[1:])
+    assert all(kind.startswith("all-gather ") or elements(kind) <= most for kind in moved)
+    assert not any("256,256" in kind for kind in moved)
     assert_close(compiled(x, w), program.run(x, w.materialize()))
 
 
@@ -458,7 +467,7 @@ def test_quantizing_with_explicit_axes(layout: Layout) -> None:
         quantizers.append(partial(lowbit.ArrayNF4.quantize, axis=layout.axis, double_quant=True))
     with jax.set_mesh(mesh):
         for spec in (P(None, "model"), P("model", None)):
-            w = jax.device_put(gaussian(1, (K, N)), spec)
+            w = jax.device_put(gaussian(1, (N, N)), spec)  # whole blocks of 64 on each of four devices
             for quantize in quantizers:
                 assert quantize(w).sharding == w.sharding
                 q = jax.jit(quantize)(w)

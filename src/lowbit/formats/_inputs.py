@@ -12,7 +12,8 @@ from jax.core import Tracer
 
 from lowbit.runtime import ImplicitArray
 
-from .blocks import WHOLE, stored_length
+from .blocks import WHOLE, span_of, stored_length
+from .sharding import check_shards
 
 
 def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple[int, ...]:
@@ -31,6 +32,19 @@ def axis_spans(shape: Sequence[int], axis: Any, block_size: int | None) -> tuple
     for a in axes:
         spans[a] = WHOLE if block_size is None else block_size
     return tuple(spans)
+
+
+def spans_of_input(array: jax.Array, axis: Any, block_size: int | None) -> tuple[int, ...]:
+    """The spans of `axis_spans`, for an array whose shards hold whole blocks.
+
+    On an explicit mesh JAX itself would refuse to split a shard into blocks, without naming them.
+    """
+    spans = axis_spans(array.shape, axis, block_size)
+    where: Any = jax.typeof(array).sharding
+    check_shards(
+        array.shape, where.spec, where.mesh, lambda axis: [span for span in (span_of(spans, axis),) if span != WHOLE]
+    )
+    return spans
 
 
 def checked_dtype(dtype: Any, array: jax.Array, format: str) -> np.dtype:

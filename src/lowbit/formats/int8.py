@@ -16,13 +16,13 @@ import numpy as np
 
 from ._encode import encode
 from ._inputs import (
-    axis_spans,
     checked_block_size,
     checked_dtype,
     checked_input,
     checked_scale,
     finite_or_nan,
     raise_if_not_finite,
+    spans_of_input,
 )
 from .blocks import block_max, spread
 from .components import checked_scale_dtype
@@ -63,7 +63,7 @@ class Array8B(QuantizedArray):
         """
         array = checked_input(array, "int8")
         dtype = checked_dtype(dtype, array, "int8")
-        spans = axis_spans(array.shape, axis, checked_block_size(block_size))
+        spans = spans_of_input(array, axis, checked_block_size(block_size))
         narrow = checked_scale_dtype(scale_dtype or np.float32, "int8")
         codes, scales = _encode(array, spans, checked_scale(scale, array.shape, spans, "int8"), narrow)
         raise_if_not_finite(array, scales, "int8", narrow)

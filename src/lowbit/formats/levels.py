@@ -58,7 +58,7 @@ class Levels:
 
 @dataclasses.dataclass(frozen=True)
 class Integers(Levels):
-    """level = code - zero."""
+    """Integers: `level = code - zero`."""
 
     zero: int = 0
 
@@ -76,7 +76,10 @@ class Integers(Levels):
 
 @dataclasses.dataclass(frozen=True)
 class Table(Levels):
-    """level = values[code], in ascending order. A value halfway between two levels takes the upper one."""
+    """A table: `level = values[code]`, in ascending order.
+
+    A value halfway between two levels takes the upper one.
+    """
 
     values: tuple[float, ...] = ()
 
@@ -108,7 +111,7 @@ class Table(Levels):
 
 @dataclasses.dataclass(frozen=True)
 class Floats(Levels):
-    """A float of one sign bit, `exponent` bits and `mantissa` bits, without infinities.
+    """Floats of one sign bit, `exponent` bits and `mantissa` bits, without infinities.
 
     - `reserved`: how many of the largest magnitudes are NaN.
     - `negative_zero_is_nan`: for types whose magnitudes are all numbers, but which must store NaN.
@@ -174,7 +177,7 @@ class Floats(Levels):
 
 @dataclasses.dataclass(frozen=True)
 class Powers(Levels):
-    """level = 2 ** (code - 127), and NaN for code 255: the scales of the MX formats (E8M0)."""
+    """Powers of two, the scales of the MX formats (E8M0): `level = 2 ** (code - 127)`, and NaN for code 255."""
 
     def decode(self, codes: jax.Array) -> jax.Array:
         codes = codes.astype(jnp.int32)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ._encode import encode
-from ._inputs import axis_spans, checked_dtype, checked_input, checked_scale, finite_or_nan, raise_if_not_finite
+from ._inputs import checked_dtype, checked_input, checked_scale, finite_or_nan, raise_if_not_finite, spans_of_input
 from .blocks import WHOLE, block_max, ordered_sum, pack, spread
 from .levels import chosen
 from .quantized import QuantizedArray, stored
@@ -82,7 +82,7 @@ class ArrayNF4(QuantizedArray):
         dtype = checked_dtype(dtype, array, "nf4")
         if block_size not in (cls.block_sizes or ()):
             raise ValueError(f"block_size={block_size} must be a power of two from 16 to 4096.")
-        spans = axis_spans(array.shape, axis, block_size)
+        spans = spans_of_input(array, axis, block_size)
         if scale is not None and double_quant:
             raise ValueError("double_quant=True stores other scales than those given by scale=: choose one of the two.")
         components = _encode(array, spans, double_quant, checked_scale(scale, array.shape, spans, "nf4"))

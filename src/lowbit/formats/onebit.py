@@ -22,13 +22,13 @@ from lowbit.runtime import aux_field
 
 from ._encode import encode
 from ._inputs import (
-    axis_spans,
     checked_block_size,
     checked_dtype,
     checked_input,
     checked_scale,
     finite_or_nan,
     raise_if_not_finite,
+    spans_of_input,
 )
 from .blocks import block_count, block_max, block_sum, pack, spread
 from .levels import exponent_of, power_of_two
@@ -87,7 +87,7 @@ class Array1B(QuantizedArray):
         if threshold is not None and kind == "binary":
             raise ValueError(f"threshold={threshold} is for kind='ternary': binary keeps every sign.")
         array = checked_input(array, kind, integers=True)
-        spans = axis_spans(array.shape, axis, checked_block_size(block_size))
+        spans = spans_of_input(array, axis, checked_block_size(block_size))
         exact = not jnp.issubdtype(array.dtype, jnp.floating)
         given = None if scale is None or isinstance(scale, bool) else checked_scale(scale, array.shape, spans, kind)
         scaled = scale is None or (scale is True and not exact)

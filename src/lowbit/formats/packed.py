@@ -21,7 +21,14 @@ from jax.core import Tracer
 
 from lowbit.runtime import aux_field
 
-from ._inputs import axis_spans, checked_block_size, checked_dtype, checked_input, checked_scale, raise_if_not_finite
+from ._inputs import (
+    checked_block_size,
+    checked_dtype,
+    checked_input,
+    checked_scale,
+    raise_if_not_finite,
+    spans_of_input,
+)
 from .blocks import span_of, spread
 from .components import SCALE_DTYPES, checked_scale_dtype
 from .file_layouts import E2M1, E4M3, E5M2, E8M0, FILE_LAYOUTS
@@ -30,8 +37,8 @@ from .levels import Floats, Integers, Levels, Table
 from .quantized import KEEP, QuantizedArray, stored
 from .table import FORMATS, Format, register_format
 
-# Scales as signed floats of 1 + 3 + 4 bits: a sign mirrors a table that is not symmetric.
 SIGNED8 = Floats(8, exponent=3, mantissa=4, negative_zero_is_nan=True)
+"""Scales as signed floats of 1 + 3 + 4 bits. A negative scale mirrors a table that is not symmetric."""
 _NATIVE: dict[Levels | None, str] = {SIGNED8: "signed8", E8M0: "e8m0", E4M3: "e4m3", E5M2: "e5m2"}
 
 
@@ -81,7 +88,7 @@ class PackedArray(QuantizedArray):
         array = checked_input(array, format_name)
         dtype = checked_dtype(dtype, array, format_name)
         block_size = layout.block_size if block_size is None else block_size
-        spans = axis_spans(array.shape, axis, None if block_size == -1 else checked_block_size(block_size))
+        spans = spans_of_input(array, axis, None if block_size == -1 else checked_block_size(block_size))
         given = checked_scale(scale, array.shape, spans, format_name, signed=layout.is_signed)
         single = sum(span != 1 for span in spans) == 1
         searches = layout.weighting is not None and single and scale is None
