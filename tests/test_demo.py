@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import lowbit
 from lowbit.cli.app import app
 from lowbit.cli.formats import cache_formats
+from lowbit.cli.options import FORMATS
 from lowbit.demo import evaluation, language_model, llama, show
 from lowbit.demo.language_model import LanguageModel, read, write
 from lowbit.demo.llama import LlamaConfig
@@ -422,10 +423,10 @@ def test_formats_of_keys_and_values_are_set_separately() -> None:
     ("args", "text"),
     [
         (
-            ("generate", "a", "--format", "nf5"),
-            "Unknown format 'nf5': it must be one of int8, nf4, ternary, binary, q4, q3, q2, int2",
+            ("generate", "a", "--format", "absent"),
+            f"Unknown format 'absent': it must be one of {', '.join(FORMATS)}",
         ),
-        (("demo", "--formats", "nf4,q5"), "nvfp4, stored, calibrated, mix, q4-cache, int8-blocks."),
+        (("demo", "--formats", "nf4,absent"), "nvfp4, stored, calibrated, mix, q4-cache, int8-blocks."),
         (("demo", "--text", os.devnull), "The text has 0 tokens: at least 2 are needed"),
         (("generate", ""), "The prompt is empty: give it as an argument, or on standard input"),
         (("generate", "a", "--kv", "f16"), "Unknown format 'f16'"),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -48,7 +49,7 @@ def test_help_imports_neither_jax_nor_the_library(args: tuple[str, ...]) -> None
     ("words", "wanted"),
     [
         ("lowbit ge", ["generate"]),
-        ("lowbit generate --format q", ["q4", "q3", "q2"]),
+        ("lowbit generate --format q", [name for name in options.FORMATS if name.startswith("q")]),
         ("lowbit bench --formats q4,nv", ["q4,nvfp4"]),
         ("lowbit quantize a b --req", ["--requantize"]),
     ],
@@ -92,6 +93,16 @@ def test_long_names_are_abbreviated_in_the_middle() -> None:
     assert printing.abbreviated("abcde", 5) == "abcde"
 
 
+@pytest.mark.parametrize("end", ["self_attn.q_proj.weight", "a.rather.long.name.of.a.block.self_attn.q_proj.weight"])
+def test_abbreviated_names_stay_distinct(end: str) -> None:
+    head, names = ("name", "shape", "error", "largest difference"), [f"model.stage.layers.{i}.{end}" for i in range(12)]
+    lines = printing.table_lines(head, [(name, "4096x4096", "0.075392", "0.3216") for name in names], 60)
+    assert max(map(len, lines)) <= 60
+    blocks = "\n".join(line.split("  ")[0] if line else "" for line in lines).split("\n\n")
+    for block in blocks:
+        assert len(set(re.findall(r"layers\.\d+", block))) == 12, block
+
+
 def test_a_file_or_pipe_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert printing.terminal_width() is None
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -131,6 +142,31 @@ def test_a_bar_keeps_its_numbers_on_one_line() -> None:
     console.print(bar.get_renderable())
     (line,) = out.getvalue().splitlines()
     assert line.startswith("a-rather-") and "4.0/8.0 MB" in line
+
+
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=out, force_terminal=True, width=80))
+    return out
+
+
+def test_generate_shows_a_bar_only_if_it_quantizes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("quantize", tiny, tmp_path / "q4", "--format", "q4")
+    out, given = terminal_of(monkeypatch), ("generate", "a low", "--raw", "--tokens", 1, "--model")
+    run(*given, tmp_path / "q4")
+    assert out.getvalue() == ""
+    run(*given, tiny)
+    assert "quantizing" in out.getvalue() and "0.0/" in out.getvalue() and "bytes" not in out.getvalue()
+
+
+def test_a_bar_has_no_numbers_until_the_total_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = terminal_of(monkeypatch)
+    with progress.counted("quantizing") as (update, _, say):
+        say("window 1 of 2")
+        assert "quantizing: window 1 of 2" in out.getvalue() and "bytes" not in out.getvalue()
+        update(0, 2_000_000)
+        update(1_000_000, 2_000_000)
+    assert "1.0/2.0 MB" in out.getvalue() and "bytes" not in out.getvalue()
 
 
 def test_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,21 +45,25 @@ def table_lines(
     """The lines of a table of at most `width` columns.
 
     If it is too wide, the first column, which names the row, is abbreviated in the middle. If less than a third of the
-    width is left for it, further columns follow below instead, with the first column again. Text that is still too long
-    for its column is continued on further lines.
+    width is left for it, or if that would make two names equal, further columns follow below instead, with the first
+    column again. Text that is still too long for its column is continued on further lines.
     """
     lines = [tuple(map(printable, line)) for line in (head, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     if width is not None and sum(widths) + _GAP * (len(widths) - 1) > width:
-        others = sum(widths[1:]) + _GAP * (len(widths) - 1)
-        widths[0] = min(widths[0], width - others if width - others >= width // 3 else width // 2)
+        left = width - sum(widths[1:]) - _GAP * (len(widths) - 1)
+        beside = left >= width // 3 and not _confused([line[0] for line in lines], left)
+        widths[0] = min(widths[0], left if beside else width // 2)
         widths[1:] = [min(own, width - widths[0] - _GAP) for own in widths[1:]]
+    confused = _confused([line[0] for line in lines], widths[0])
     found: list[str] = []
     for group in _groups(widths, width):
         found += [""] if found else []
         for line in lines:
             sides = [">" if right and i else "<" for i in group]
-            cells = [textwrap.wrap(line[i], widths[i]) if i else [abbreviated(line[0], widths[0])] for i in group]
+            named = [abbreviated(line[0], widths[0])]
+            named = textwrap.wrap(line[0], widths[0]) if named[0] in confused else named
+            cells = [textwrap.wrap(line[i], widths[i]) if i else named for i in group]
             for parts in itertools.zip_longest(*cells, fillvalue=""):
                 row = (f"{part:{side}{widths[i]}}" for part, side, i in zip(parts, sides, group, strict=True))
                 found.append((" " * _GAP).join(row).rstrip())
@@ -75,6 +80,12 @@ def _groups(widths: Sequence[int], width: int | None) -> list[list[int]]:
             used = widths[0] + _GAP + own
         groups[-1].append(i)
     return groups
+
+
+def _confused(names: Sequence[str], width: int) -> set[str]:
+    """The abbreviations that several names share."""
+    counts = Counter(abbreviated(name, width) for name in set(names))
+    return {short for short, count in counts.items() if count > 1}
 
 
 def printable(text: str) -> str:

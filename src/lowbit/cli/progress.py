@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -85,26 +86,44 @@ def counted(
         lines = Lines(doing, note)
         yield lambda done, total: lines.update(done, total, "bytes"), note, lines.say
         return
-    with _bar(console, DownloadColumn, TransferSpeedColumn, TimeRemainingColumn) as bar:
-        task = bar.add_task(doing, total=None)
-        counting = False
+    bar = _bar(console, DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)
+    task = bar.add_task(doing, total=None)
+    counting = False
 
-        def update(done: int, total: int) -> None:
-            nonlocal counting
-            if not counting:
-                bar.reset(task, total=total, completed=done)
-                counting = True
-            bar.update(task, completed=done)
+    def update(done: int, total: int) -> None:
+        nonlocal counting
+        if not counting:
+            bar.reset(task, total=total, completed=done)
+            counting = True
+        bar.update(task, completed=done)
+        bar.start()  # here and below, not before: a command that has nothing to count shows no bar
 
-        yield update, note, lambda text: bar.update(task, description=f"{doing}: {text}")
+    def say(text: str) -> None:
+        bar.update(task, description=f"{doing}: {text}")
+        bar.start()
+
+    try:
+        yield update, note, say
+    finally:
+        bar.stop()
+
+
+class _Known(ProgressColumn):
+    """A column that is empty until the total is known."""
+
+    def __init__(self, column: ProgressColumn):
+        super().__init__(Column(no_wrap=True))
+        self.column, self.max_refresh = column, column.max_refresh
+
+    def render(self, task: Task) -> RenderableType:
+        return "" if task.total is None else self.column.render(task)
 
 
 def _bar(console: Console, *columns: Callable[..., ProgressColumn]) -> Progress:
     """A bar on one line: in a narrow terminal the bar and the description shrink, the numbers do not wrap."""
     room = max(10, console.width - 45)  # that the numbers and a short bar leave
     described = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=room))
-    numbers = (column(table_column=Column(no_wrap=True)) for column in columns)
-    return Progress(described, BarColumn(), *numbers, console=console, transient=True)
+    return Progress(described, BarColumn(), *(_Known(column()) for column in columns), console=console, transient=True)
 
 
 def _printer(console: Console) -> Callable[[str], None]:

@@ -167,7 +167,7 @@ def _moments(model: LanguageModel, windows: Sequence[Sequence[int]], doing: Call
     """The second moments of the inputs of every weight."""
 
     def progress(done: int, total: int | None) -> None:
-        doing(f"statistics, {done} of {total} windows")
+        doing(f"statistics, {done} of {total}")
 
     batches = [np.asarray(window, np.int32)[None] for window in windows]
 
