@@ -19,11 +19,13 @@ DOCS := .venv-docs
 GPU := .venv-gpu
 PIP := -m pip install -q --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
+# Workers and the programs that tests start share compiled modules, also where the environment asks for none.
+unexport PYTHONDONTWRITEBYTECODE
 # What the installed package is built from.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.h csrc/*.cc)
 
 .PRECIOUS: .venv-jax-%/test
-.PHONY: demo test test-more test-ci test-all lint tests tests-oldest tests-more tests-every tests-oldest-more package test-browser test-tpu-aot test-gpu-aot \
+.PHONY: demo test test-more test-all lint tests tests-oldest tests-more tests-every tests-oldest-more package test-sdist test-browser test-tpu-aot test-gpu-aot \
   test-arm sanitize-arm wheels test-frameworks sanitize fuzz kill mutations stream train-examples docs screenshots format clean
 
 demo: $(VENV)/demo
@@ -35,28 +37,25 @@ test:
 	$(MAKE) -j2 lint package
 	$(MAKE) tests tests-oldest
 
-# The second tier: all layouts and the pairs that tests/tiers.py chooses, 100 random programs, models of other libraries,
-# and what CI runs.
+# The second tier, which CI runs after the first: all layouts and the pairs that tests/tiers.py chooses, 100 random
+# programs, the compiler of TPU, the kernels for ARM in an emulator, a browser, damaged files, kills, sanitizers on the
+# kernels, and the documentation site. TPU and sanitizers have one layout of each mechanism and the best instruction set.
 test-more:
-	$(MAKE) tests-more tests-oldest-more test-frameworks
-	$(MAKE) test-ci
-
-# What CI runs after the first tier: the compiler of TPU, the kernels for ARM in an emulator, a browser, damaged files,
-# kills, sanitizers on the kernels, and the documentation site. TPU and sanitizers have one layout of each mechanism and
-# the best instruction set.
-test-ci:
+	$(MAKE) tests-more
 	$(MAKE) test-tpu-aot test-arm test-browser sanitize docs TIER='-m "not more"'
 	$(MAKE) fuzz FILES=10000
 	$(MAKE) kill KILLS=40
 # Which tests of the compilers and sanitizers run; all by default.
 TIER ?=
 
-# The third tier adds what takes hours or other tools: every pair, and all of the compilers and sanitizers.
+# The third tier adds what takes hours, other tools or many downloads: every pair, more of the oldest JAX, models of other
+# libraries, and all of the compilers and sanitizers.
 test-all: test
 	$(MAKE) test-more
+	$(MAKE) tests-oldest-more test-frameworks
 	$(MAKE) tests-every test-tpu-aot sanitize
 	$(MAKE) $(addprefix tests-jax-,$(BETWEEN))
-	$(MAKE) test-gpu-aot sanitize-arm wheels fuzz stream kill mutations
+	$(MAKE) test-sdist test-gpu-aot sanitize-arm wheels fuzz stream kill mutations
 
 # The native library of the environment was built with -Wall -Wextra -Werror.
 lint: $(VENV)/test
@@ -100,12 +99,20 @@ tests-oldest-more: $(OLDEST)/test
 tests-jax-%: .venv-jax-%/test
 	.venv-jax-$*/bin/python $(PYTEST) -m "not frameworks and not more" $(foreach name,$(MEETS_JAX),tests/test_$(name).py)
 
-# The wheel alone in an empty environment outside of the tree.
+# The wheel alone in an empty environment outside of the tree; and the source archive has all that compiling needs.
 package: dist/built
+	tar -xzf dist/*.tar.gz -O --wildcards $(addprefix '*/,$(addsuffix ',$(filter-out constraints.txt,$(SOURCES)))) > /dev/null
 	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \
 	$(PYTHON) -m venv $$dir/venv; \
 	$$dir/venv/bin/python -m pip install -q --disable-pip-version-check dist/*.whl; \
 	cd $$dir && venv/bin/python -c "import lowbit, jax.numpy as jnp; print(jnp.ones((2, 4)) @ lowbit.Array8B(jnp.ones((4, 3))), lowbit.kernels.cpu.instruction_set()); assert 'lowbit' in lowbit.Report(()).to_html()"
+
+# The source archive compiled in an empty environment.
+test-sdist: dist/built
+	set -e; dir=$$(mktemp -d); trap 'rm -rf $$dir' EXIT; \
+	$(PYTHON) -m venv $$dir/venv; \
+	$$dir/venv/bin/python -m pip install -q --disable-pip-version-check dist/*.tar.gz; \
+	cd $$dir && venv/bin/python -c "$(TRY_WHEEL)"
 
 # Every kernel for TPU through the compiler of TPU. LOWBIT_AOT=0 leaves it out: the compiler is a download of 213 MB.
 ON_TPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-4 \
@@ -258,9 +265,12 @@ $(VENV)/test: $(SOURCES)
 	$(install_model)
 	touch $@
 
+# The wheel is built from the source archive, with the library that the environment compiled from the same sources:
+# compiling it once more takes more than a minute. Without a compiler there is none.
 dist/built: $(VENV)/test $(SOURCES) $(shell find src -name '*.py' -o -name '*.html')
 	rm -rf dist
-	$(VENV)/bin/python -m build -q
+	library=$$(ls $$PWD/$(VENV)/lib/python*/site-packages/lowbit/kernels/lowbit_native.so 2>/dev/null); \
+	$(VENV)/bin/python -m build -q -C cmake.define.LOWBIT_PREBUILT=$$library
 	touch $@
 
 # The oldest JAX has the wheel, not the tree.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +16,15 @@ import lowbit
 from lowbit import FORMATS, QuantizedArray
 from lowbit.config import default_block_size
 
-# Flags of XLA for programs that run once: optimizing them takes longer than it saves.
-QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# Flags of XLA for programs that run once: optimizing them takes longer than it saves. Most of the time goes
+# into the kernels of a program, and the pass that is disabled splits every long sum and maximum into two.
+QUICK_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_disable_hlo_passes=tree_reduction_rewriter"
+)
+# JAX 0.7 can still generate kernels without MLIR, in less than half of the time.
+if jax.__version_info__ < (0, 8):
+    QUICK_COMPILE += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 K, N, ROWS, LAYERS = 64, 96, 8, 3
 
@@ -145,3 +153,8 @@ def collectives(text: str) -> Counter[str]:
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     found = re.findall(rf"= \(?(\w+\[[\d,]*\])[^=\n]*? ({kinds})(?:-start)?\(", text)
     return Counter(f"{kind} {moved}" for moved, kind in found)
+
+
+def elements(kind: str) -> int:
+    """How many elements a collective moves, for instance 512 for "all-gather f32[2,256]"."""
+    return math.prod(map(int, kind.split("[")[1].rstrip("]").split(",")))

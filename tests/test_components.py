@@ -116,15 +116,21 @@ def test_moving_keeps_the_dtype_of_the_scales(move: str, layout: Layout) -> None
 def test_scales_of_different_dtypes_meet_in_the_wider(layout: Layout) -> None:
     a, b = (cast(layout.quantize(gaussian(i, (3, 64, 64))), jnp.float32) for i in range(2))
     narrow, half = cast(b, jnp.bfloat16), cast(b, jnp.float16)
+
+    @jax.jit
+    @implicit
+    def meet(a: Any, b: Any) -> Any:
+        return jnp.concatenate([a, b]), lax.dynamic_update_slice(a, b[:1], (1, 0, 0))
+
     with lowbit.materialization("error"):
         for other in (narrow, half):
-            joined = implicit(lambda a, b: jnp.concatenate([a, b]))(a, other)
-            assert_close(joined, jnp.concatenate([a.materialize(), other.materialize()]), 0)
-            written = implicit(lambda a, b: lax.dynamic_update_slice(a, b[:1], (1, 0, 0)))(a, other)
-            assert_close(written, a.materialize().at[1].set(other.materialize()[0]), 0)
+            joined, written = meet(a, other)
+            dense, added = (np.asarray(w.materialize()) for w in (a, other))
+            assert_close(joined, np.concatenate([dense, added]), 0)
+            assert_close(written, np.stack([dense[0], added[0], dense[2]]), 0)
             assert float_scales(joined).dtype == float_scales(written).dtype == expected(layout, jnp.float32)
-        both = implicit(lambda a, b: jnp.stack([a, b]))(narrow, half)
-    assert_close(both, jnp.stack([narrow.materialize(), half.materialize()]), 0)
+        both = jax.jit(implicit(lambda a, b: jnp.stack([a, b])))(narrow, half)
+    assert_close(both, np.stack([narrow.materialize(), half.materialize()]), 0)
 
 
 @pytest.mark.parametrize("dtype", tiers.tiered(NARROW, NARROW[:1]), ids=lambda dtype: dtype.__name__)
@@ -134,15 +140,14 @@ def test_scales_of_scales_may_be_narrow(dtype: Any) -> None:
     wide = cast(narrow, jnp.float32)
     assert narrow.scales.dtype == jnp.uint8 and narrow.group_absmax.dtype == narrow.offset.dtype == dtype
     x = normal(8, 128)
-    for program in (
-        lambda w: x @ w,
-        lambda w: w.materialize(),
-        lambda w: w[1][jnp.array([3])],
-        lambda w: w.mT @ x.T,
-        lambda w: w.absmax,
-        lambda w: implicit(lambda w: w[0, :, :64])(w).materialize(),
-    ):
-        np.testing.assert_array_equal(program(narrow), program(wide))
+
+    @jax.jit
+    def programs(w: Any) -> list[jax.Array]:
+        rows = implicit(lambda w: w[0, :, :64])(w).materialize()
+        return [x @ w, w.materialize(), w[1][jnp.array([3])], w.mT @ x.T, w.absmax, rows]
+
+    for got, want in zip(programs(narrow), programs(wide), strict=True):
+        np.testing.assert_array_equal(got, want)
     assert_same_bits(
         cast(wide.plain(), dtype).with_coded_scales(), cast(cast(wide.plain(), dtype), jnp.float32).with_coded_scales()
     )

@@ -188,7 +188,7 @@ NARROW = [(jnp.bfloat16, "all"), (jnp.float16, "each mechanism"), (jnp.float16, 
 
 
 @native
-@pytest.mark.parametrize(("dtype", "which"), tiers.tiered(NARROW, NARROW[:2]))
+@pytest.mark.parametrize(("dtype", "which"), tiers.tiered(NARROW, NARROW[:2], NARROW[1:2]))
 def test_narrow_activations_and_results(dtype, which: str) -> None:
     x = gaussian(0, (6, 128)).astype(dtype)
     w = (gaussian(1, (128, 72)) / 8).astype(dtype)

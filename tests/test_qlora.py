@@ -104,16 +104,14 @@ def test_a_step_of_the_example(trained: Any, tmp_path: Path) -> None:
     assert all(np.any(a != b) for a, b in zip(*map(factors, (at_once, after)), strict=True))
 
 
-def test_the_table_of_memory_is_as_measured() -> None:
-    root = Path(__file__).parent.parent
-    found = json.loads((root / "benchmarks/results/qlora_memory.json").read_text())
-    page = (root / "docs/training.md").read_text()
+def test_measured_memory_adds_up() -> None:
+    results = Path(__file__).parent.parent / "benchmarks/results/qlora_memory.json"
+    found = json.loads(results.read_text())
     rows = {}
     for row in found["rows"]:
         measured = dict(zip(found["columns"], row, strict=True))
         way = measured.pop("MB")
         rows[way] = measured
-        assert f"| {way} | {' | '.join(f'{x:.1f}' if x else '0' for x in measured.values())} |" in page
         held = sum(measured[name] for name in ("frozen", "trained", "optimizer"))
         assert measured["arguments"] == pytest.approx(held, abs=0.01)  # and the tokens
     assert rows["QLoRA on NF4"]["temporaries"] <= rows["LoRA on float32"]["temporaries"] + 1

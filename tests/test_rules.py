@@ -359,11 +359,11 @@ def contraction(dims, format, axis, block, dtype, transposed) -> None:
     # The order of the sum is not fixed, so the tolerance is relative to the sum of magnitudes.
     try:
         with lowbit.materialization("error"):
-            got, decoded = implicit(product)(x, q), q.astype(jnp.float32).materialize()
+            got, decoded = jax.jit(implicit(product))(x, q), q.astype(jnp.float32).materialize()
     except TypeError as error:
         assert "is made dense" in str(error)
         with lowbit.materialization("allow"):
-            got, decoded = implicit(product)(x, q), q.materialize().astype(jnp.float32)
+            got, decoded = jax.jit(implicit(product))(x, q), q.materialize().astype(jnp.float32)
 
     @jax.jit
     def reference(x, w):
