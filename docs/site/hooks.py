@@ -21,12 +21,17 @@ OUTSIDE = {
 }
 CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.DOTALL)
 TAG = re.compile(r"(<[^>]*>)")
-# A line must not break inside of these: AVX-512, M = 16, x @ w.T, 4096 x 11008, 0.12 ± 0.01, 55 / 60, 538 MB, N(0, 1).
+# A line must not break inside of these: AVX-512, 8-bit, all-reduce, M = 16, x @ w.T, 4096 x 11008, 0.12 ± 0.01,
+# 55 / 60, 1 to 8 bits, 538 MB, N(0, 1).
 UNBROKEN = re.compile(
-    r"N\(0, 1\)|\w+-\d[\w.]*|\w = \d+|\w @ \w[\w.]*|"
-    r"\d[\d.,]*(?: [x±/] \d[\d.,]*)+|\d[\d.,]* (?:%|(?:[kMG]?B|m?s|bits?)\b)"
+    r"N\(0, 1\)|RISC-V|\w+-\d[\w.]*|\d+-bit\b|(?:\d+ )?all-(?:reduce|gather)\b|\w = \d+|\w @ \w[\w.]*|"
+    r"\d[\d.]* to \d[\d.]*(?: bits?\b)?|\d[\d.,]*(?: [x±/] \d[\d.,]*)+|\d[\d.,]* (?:%|(?:[kMG]?B|m?s|bits?)\b)"
 )
 SHORT_CODE = re.compile(r"<code>([^<]{1,28}</code>)")
+LONG_CODE = re.compile(r"<code>[^<]{29,}</code>")
+# Inside of longer code, a line must not break after the hyphens of options: --save, compressed-tensors.
+HYPHENATED = re.compile(r"(?<![^ >])(?=[^ <]{1,28}[ <])[^ <]*-[^ <]*")
+_SPAN = r'<span class="unbroken">\g<0></span>'
 LINK = re.compile(r"(\]\(|(?:src|href)=\")([^)\"#:]+)(#[^)\"]*)?([)\"])")
 
 
@@ -60,13 +65,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Mark what must stay on one line, and the cells of tables with text that needs some width."""
     blocks = re.split(r"(<pre.*?</pre>)", html, flags=re.DOTALL)
-    blocks[::2] = [SHORT_CODE.sub(r'<code class="unbroken">\1', _unbroken(block)) for block in blocks[::2]]
+    for i in range(0, len(blocks), 2):
+        block = SHORT_CODE.sub(r'<code class="unbroken">\1', _unbroken(blocks[i]))
+        blocks[i] = LONG_CODE.sub(lambda code: HYPHENATED.sub(_SPAN, code[0]), block)
     return CELL.sub(_wordy, "".join(blocks))
 
 
 def _unbroken(html: str) -> str:
     parts = TAG.split(html)
-    parts[::2] = [UNBROKEN.sub(r'<span class="unbroken">\g<0></span>', part) for part in parts[::2]]
+    parts[::2] = [UNBROKEN.sub(_SPAN, part) for part in parts[::2]]
     return "".join(parts)
 
 
