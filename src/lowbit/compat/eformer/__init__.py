@@ -6,7 +6,7 @@
 >>> (jnp.ones((2, 128)) @ quantize(jnp.ones((128, 256)), dtype="nf4")).shape
 (2, 256)
 
-Where lowbit does more, these paths keep eformer's behaviour: `quantize(w, dtype="binary" | "ternary")` gives codes
+Where lowbit does more, these paths keep eformer's behavior: `quantize(w, dtype="binary" | "ternary")` gives codes
 without a scale, with one threshold for the whole array; `block_size` applies to NF4 alone; a config takes precedence
 over other arguments; NaN does not raise; `Array8B` takes its components as (scale, weight).
 """

@@ -1,4 +1,4 @@
-"""The arrays and `quantize`, with eformer's documented behaviour where lowbit does more."""
+"""The arrays and `quantize`, with eformer's documented behavior where lowbit does more."""
 
 import dataclasses
 import functools
