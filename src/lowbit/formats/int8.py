@@ -59,7 +59,7 @@ class Array8B(QuantizedArray):
         - `block_size`: one scale for each block of that many elements along `axis`, along each of several.
         - `dtype`: the dtype of the array; default that of the input.
         - `scale_dtype`: of the scales: float32 (the default), bfloat16 or float16.
-        - `scale`: the scales to round by instead of max |w| / 127; codes are clipped to +-127.
+        - `scale`: the scales to round by instead of max |w| / 127; codes are clipped to [-127, 127].
         """
         array = checked_input(array, "int8")
         dtype = checked_dtype(dtype, array, "int8")

@@ -80,7 +80,7 @@ def load(path: str | os.PathLike[str], like: Any = None, *, mapping: Mapping[str
 
     - A lowbit file gives the tree that was saved: dicts, lists and tuples of its arrays.
     - A GGUF file, another safetensors file, or a Hugging Face directory gives a dict of its arrays by name. Tensors
-      stored in a lowbit format (docs/checkpoints.md; most types of GGUF) stay quantized. Other types that have to be
+      stored in a lowbit format (GPTQ, AWQ and others; most types of GGUF) stay quantized. Other types that have to be
       decoded are dequantized to float32, with a `DequantizedWarning`.
     - `like`: a tree of the same structure, for containers other than dicts, lists and tuples, which are taken from it.
       Its leaves, arrays or `jax.ShapeDtypeStruct`s, must match the file in shape and dtype, and quantized ones also in

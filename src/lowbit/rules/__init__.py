@@ -1,4 +1,4 @@
-"""How a primitive acts on any QuantizedArray. One rule per primitive; no format names."""
+"""The rules of quantized arrays: what each JAX primitive does with a `QuantizedArray` of any format."""
 
 from . import contraction as contraction
 from . import convolution as convolution
