@@ -68,7 +68,8 @@ lint: $(VENV)/test
 # Each worker gets one half of the tests in order, so that tests that share compiled programs meet in one process.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 tests: $(VENV)/test
-	$(VENV)/bin/python $(PYTEST) -m "not more"
+	LOWBIT_TEST_DEVICES=1 $(VENV)/bin/python $(PYTEST) -m "not more and not devices"
+	$(VENV)/bin/python $(PYTEST) -m "not more and devices"
 
 tests-more: $(VENV)/test
 	$(VENV)/bin/python $(PYTEST) -m "more and not every"
@@ -80,8 +81,10 @@ tests-every: $(VENV)/test
 # depend on the version, and permuted arrays, adapters, experts and convolutions use the same rules (tests-oldest-more).
 MEETS_JAX := runtime register policy unknown_jax control rules transforms outside kernels cpu
 ON_OLDEST := $(MEETS_JAX) sharding tree
+OLD := not frameworks and not more and not newest
 tests-oldest: $(OLDEST)/test
-	$(OLDEST)/bin/python $(PYTEST) -m "not frameworks and not more and not newest" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
+	LOWBIT_TEST_DEVICES=1 $(OLDEST)/bin/python $(PYTEST) -m "$(OLD) and not devices" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
+	$(OLDEST)/bin/python $(PYTEST) -m "$(OLD) and devices" $(foreach name,$(ON_OLDEST),tests/test_$(name).py)
 
 # The rest of the first tier, in the other layouts too, without what does not depend on the version: frameworks, files,
 # pages, and the kernels called raw.

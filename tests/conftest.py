@@ -16,8 +16,12 @@ import lowbit
 from lowbit.kernels import cpu
 from lowbit.runtime import _interpret
 
-# Sharding is tested on eight virtual devices. Programs run once, so optimizing them does not pay.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {QUICK_COMPILE}"
+# Sharding is tested on eight virtual devices. On one, products are not partitioned and compile faster: `make tests` has
+# one for tests without the mark `devices`. Programs run once, so optimizing them does not pay.
+DEVICES = int(os.environ.get("LOWBIT_TEST_DEVICES", 8))
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES} {QUICK_COMPILE}"
+)
 # The workers of a run share the cores: more threads for NumPy's products would spin while they wait.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

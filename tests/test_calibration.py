@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import gaussian
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -239,6 +240,7 @@ def test_a_tied_table_has_the_inputs_of_its_product() -> None:
         assert report["embed"].why.endswith("GPTQ" if rules == "full" else "weighted search")
 
 
+@tiers.DEVICES
 @pytest.mark.parametrize("loss", [None, lambda y, x: jnp.sum(y**2)])
 @pytest.mark.parametrize("checked", [True, False])
 def test_shards_add_up(loss: Any, checked: bool) -> None:
@@ -253,6 +255,7 @@ def test_shards_add_up(loss: Any, checked: bool) -> None:
     np.testing.assert_allclose(got.hessian, times * plain["w"].hessian, rtol=2e-5, atol=1e-5)
 
 
+@tiers.DEVICES
 def test_sharded_inputs_have_a_diagonal() -> None:
     mesh = jax.make_mesh((4,), ("inputs",), axis_types=(jax.sharding.AxisType.Auto,))
     params, x = {"w": normal(1, K, N)}, normal(2, 1, 8, K)

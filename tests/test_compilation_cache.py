@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import gaussian
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,6 +18,8 @@ import lowbit
 from lowbit import FORMATS
 from lowbit.kernels.reference import take
 from lowbit.ops.partition import ShardedRows
+
+pytestmark = tiers.DEVICES
 
 # Formats whose components have equal shapes and dtypes.
 LIKE = ("fp8", "fp8_e5m2")

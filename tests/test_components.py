@@ -167,6 +167,7 @@ def test_narrow_scales_in_the_kernels_of_accelerators(layout: Layout, contract: 
         np.testing.assert_array_equal(*map(multiply, products))
 
 
+@tiers.DEVICES
 def test_narrow_scales_over_devices(layout: Layout) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     narrow, wide = pair(layout, jnp.bfloat16, (128, 256))

@@ -477,6 +477,7 @@ def assert_the_same_model(model: LanguageModel, mesh: jax.sharding.Mesh, prompts
         assert list(spread.generate(prompt, 6)) == list(model.generate(prompt, 6))
 
 
+@tiers.DEVICES
 def test_a_llama_of_eight_heads_over_eight_devices() -> None:
     sizes = {"vocabulary": 512, "width": 1024, "layers": 2, "heads": 8, "kv_heads": 8, "hidden": 1024}
     config = LlamaConfig(**sizes, context=128, rope_base=1e4, epsilon=1e-5)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from eformer_helpers import MODULES, W, X, escale, functions, jaximus, quantization
 from helpers import assert_close, assert_same_bits, gaussian
 
@@ -204,6 +205,7 @@ def test_rsr_operators_refuse_other_matrices_and_vectors() -> None:
         quantization.RSROperatorBinary.from_matrix(matrix)
 
 
+@tiers.DEVICES
 def test_sharding_methods() -> None:
     mesh = escale.create_mesh(axis_dims=(2, -1), axis_names=("dp", "tp"))
     for q in (quantization.Array8B(W), quantization.ArrayNF4(W), quantization.Array1B(W)):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from eformer_helpers import MODULES, W, X, escale, jaximus, quantization
 from helpers import assert_close
 from jax import lax
@@ -103,6 +104,7 @@ def test_ste_of_a_function_that_returns_an_implicit_array() -> None:
 # --- meshes
 
 
+@tiers.DEVICES
 def test_escale() -> None:
     P = escale.PartitionSpec
     mesh = escale.create_mesh(axis_dims=(2, 4), axis_names=("dp", "tp"))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiers
 from helpers import assert_close, assert_same_bits
 
 import lowbit
@@ -111,7 +112,8 @@ def check_report(report: lowbit.Report, weights: Weights, params: Any, printed: 
     assert printed.startswith(f"{report}\n{report.before:,} bytes before, {report.after:,} after; relative error of")
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The frameworks themselves are in test_frameworks.
+@pytest.mark.parametrize("name", tiers.tiered(MODELS, ["plain_pytree"]))
 def test_a_model_of_each_framework_runs_quantized(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     import equinox as eqx
 
@@ -154,6 +156,7 @@ def test_training_does_not_change_frozen_weights(capsys: pytest.CaptureFixture[s
             assert np.any(a != b), row.path
 
 
+@tiers.MORE  # straight-through training and its stored values are in the first tier without the example
 def test_qat_stores_the_trained_values(capsys: pytest.CaptureFixture[str]) -> None:
     example = load("qat")
     rows = example.main(seeds=1, formats=("float32", "ternary"), steps=4, size=40)

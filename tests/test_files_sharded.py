@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from files_helpers import assert_same, saved, weights
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lowbit import Array8B, ArrayNF4
 from lowbit.io import load
 from lowbit.io.container import _header
+
+pytestmark = tiers.DEVICES
 
 
 def test_arrays_on_several_devices_are_gathered_and_laid_out_as_like_is(tmp_path):

@@ -45,7 +45,7 @@ def check(x, w, contract, dtype, **options):
     assert_rounded(product(Product(x, w, contract, dtype), **options), want, dtype)
 
 
-@pytest.mark.first(*tiers.EACH_MECHANISM)
+@pytest.mark.first(*tiers.KINDS, Layout("ternary", -2, None), Layout("fp8", -1, 16))
 def test_every_layout_at_odd_sizes(any_layout) -> None:
     number = (layouts() + more_layouts()).index(any_layout)
     contract = (-2, -1)[number // 2 % 2]
@@ -232,7 +232,7 @@ def program_for_cuda(fn, *args):
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("format", tiers.mechanisms())
+@pytest.mark.parametrize("format", tiers.formats())
 def test_a_program_for_cuda_holds_the_kernel(format) -> None:
     x, w = normal(0, 4, 192, dtype=jnp.bfloat16), normal(1, 192, 320, dtype=jnp.bfloat16)
     directions = (
@@ -304,6 +304,7 @@ def test_offsets_are_added_before_the_only_rounding(contract, dtype, interpreted
     assert_rounded(y, right(Product(x, q, contract, jnp.float32)), dtype)
 
 
+@tiers.DEVICES
 def test_on_eight_devices(interpreted) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x, q = normal(0, 8, 512), Layout("nf4", -2, 64).quantize(normal(1, 512, 128))
@@ -322,6 +323,7 @@ def test_on_eight_devices(interpreted) -> None:
     assert_rounded(y, want, jnp.float32)
 
 
+@tiers.DEVICES
 def test_shard_map_that_checks_what_varies() -> None:
     # From JAX 0.12 on a mesh has a description of its devices.
     known = getattr(jax.sharding, "AbstractDevice", None)

@@ -159,6 +159,7 @@ SHARDINGS = {
 }
 
 
+@tiers.DEVICES
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_each_device_has_its_shard(name: str) -> None:
     of_x, of_w = SHARDINGS[name]
@@ -174,6 +175,7 @@ def test_each_device_has_its_shard(name: str) -> None:
     assert ("all-gather(" in text) == ("same" in name)
 
 
+@tiers.DEVICES
 def test_inside_shard_map() -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     w, dense = experts()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+import tiers
 from helpers import Layout, assert_close, gaussian
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
@@ -65,6 +66,7 @@ def test_a_kernel_is_found_by_platform_and_operands(kernel) -> None:
     assert dispatch.find_kernels("take", w) == {}
 
 
+@tiers.DEVICES
 @pytest.mark.parametrize("block_size", [None, 32])
 def test_all_transformations_around_a_kernel_that_partitions_itself(kernel, block_size) -> None:
     x = gaussian(0, (8, 64))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from checkpoint_helpers import checkpoint as checkpoint_of
 from helpers import assert_same_bits
 from jax.sharding import AxisType, NamedSharding
@@ -146,6 +147,7 @@ def test_stacks_of_the_arrays_of_checkpoints(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(got.materialize()[1], np.swapaxes(array.materialize(), -1, -2))
 
 
+@tiers.DEVICES
 def test_the_shardings_of_like_are_applied(tmp_path: Path) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     sharding = NamedSharding(mesh, P(None, None, "x"))

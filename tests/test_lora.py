@@ -351,6 +351,7 @@ def test_adapters_alone_are_saved_and_loaded(tmp_path: Path) -> None:
 # --- meshes
 
 
+@tiers.DEVICES
 def test_adapters_are_sharded_like_the_base() -> None:
     mesh = jax.make_mesh((2, 2), ("e", "x"), axis_types=(AxisType.Auto,) * 2)
     experts, k, n = 4, 128, 64

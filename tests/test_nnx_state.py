@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from flax import nnx
 from helpers import assert_close, gaussian
 
@@ -75,7 +76,7 @@ def gradient(forward: Callable[..., jax.Array]) -> Callable[..., Any]:
     return nnx.grad(lambda model, x: jnp.sin(forward(model, x)).sum(), argnums=nnx.DiffState(0, TRAINED))
 
 
-@pytest.mark.parametrize("make", [Twice, Stack])
+@pytest.mark.parametrize("make", tiers.tiered([Twice, Stack], [Stack]))
 @pytest.mark.parametrize("way", ["implicit", "nnx.jit", "nnx.grad", "implicit of nnx.grad"])
 def test_changes_come_out(make: type, way: str) -> None:
     model, dense = quantized(make())

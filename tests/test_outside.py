@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from helpers import LAYERS, ROWS, K, Layout, N, activations, assert_close, assert_same_bits, gaussian, weights
 from jax import export, lax
 
@@ -218,6 +219,7 @@ def test_donation(x: jax.Array) -> None:
     assert_close(y, x @ back.materialize().T)
 
 
+@tiers.DEVICES
 def test_copies_pickle_device_put_and_key_paths(layout: Layout) -> None:
     q = weights(layout)["w"]
     assert_same_bits(copy.deepcopy(q), q)

@@ -216,6 +216,7 @@ PLACES = [(COLUMNS, AUTO), (ROWS, EXPLICIT), (ROWS, AUTO), (COLUMNS, EXPLICIT)]
 FIRST_PLACED = [(*way, *place) for way, place in zip(SHARDED, PLACES, strict=True)]
 
 
+@tiers.DEVICES
 @pytest.mark.parametrize(("name", "options", "spec", "kind"), tiers.tiered(PLACED, FIRST_PLACED), ids=str)
 def test_sharded_products(name: str, options: Any, spec: P, kind: AxisType) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
@@ -234,6 +235,7 @@ ALONG = [*itertools.product([256, 80], [ROWS, COLUMNS, P()], [P(), COLUMNS])]
 FIRST_ALONG = [(256, ROWS, P()), (80, COLUMNS, COLUMNS), (80, P(), P()), (80, ROWS, P())]
 
 
+@tiers.DEVICES
 @pytest.mark.parametrize(("k", "spec", "out"), tiers.tiered(ALONG, FIRST_ALONG), ids=str)
 def test_offsets_where_activations_are_sharded_along_the_blocks(k: int, spec: P, out: P) -> None:
     explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
@@ -295,6 +297,7 @@ def test_blocks_in_two_dimensions(name: str, size: int, tmp_path: Any) -> None:
 IN_TWO = [*itertools.product(["int8", "fp8"], [AUTO, EXPLICIT])]
 
 
+@tiers.DEVICES
 @pytest.mark.parametrize(("name", "kind"), tiers.tiered(IN_TWO, [("int8", AUTO), ("fp8", EXPLICIT)]), ids=str)
 def test_blocks_in_two_dimensions_over_devices(name: str, kind: AxisType) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])

@@ -262,6 +262,7 @@ def test_flax_serializes_it() -> None:
 # --- meshes
 
 
+@tiers.DEVICES
 def test_other_axes_are_sharded() -> None:
     mesh = jax.make_mesh((2, 2), ("e", "x"), axis_types=(AxisType.Auto,) * 2)
     array = lowbit.quantize(gaussian(3, (4, K, N)), "int8", axis=-2)
@@ -296,6 +297,7 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
         lowbit.load(path, {**other, "w": PermutedArray(w.array, orders(N), -1)})
 
 
+@tiers.DEVICES
 def test_it_is_loaded_as_shards(tmp_path: Path) -> None:
     path, w = tmp_path / "w.safetensors", stacked()
     lowbit.save(path, {"w": w})

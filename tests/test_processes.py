@@ -27,6 +27,8 @@ from lowbit.cli.app import app
 from lowbit.io import LowbitFile, open_tensors
 from lowbit.io.readers import is_lowbit_file
 
+pytestmark = tiers.DEVICES
+
 TESTS = Path(__file__).parent
 TIMEOUT = 120  # seconds, so that a hang becomes a failure
 

@@ -101,6 +101,7 @@ def test_orbax(format: Any, tmp_path: Path) -> None:
             assert_same(checkpointer.restore(tmp_path / "step", like), tree)
 
 
+@tiers.DEVICES
 def test_orbax_restores_to_a_sharding(tmp_path: Path) -> None:
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model", None))

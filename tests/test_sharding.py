@@ -23,7 +23,7 @@ from lowbit import implicit
 from lowbit.testing import dense_weights
 
 # Sharding depends on the axis of the blocks, on packing and on group scales.
-pytestmark = pytest.mark.first(Layout("nf4", -1, 16), Layout("q3", -2, None))
+pytestmark = [tiers.DEVICES, pytest.mark.first(Layout("nf4", -1, 16), Layout("q3", -2, None))]
 
 
 @pytest.fixture

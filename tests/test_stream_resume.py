@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiers
 from cli_helpers import left_over, run
 from stream_helpers import HERE, INT8, ONE_DEVICE, STAGING, in_memory, stopped, tensors
 
@@ -203,7 +204,7 @@ def killed(folder: Path, *options: str) -> Any:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("kind", tiers.tiered(["file", "directory"], ["file"]))
 def test_a_run_killed_at_random_moments_resumes(kind: str, tmp_path: Path) -> None:
     assert killed(tmp_path, "--kills", "8", "--kinds", kind)[kind]["resumed"] > 0
 

@@ -4,6 +4,9 @@
 `make test-more` runs them: all layouts, and of long lists of pairs a systematic choice (`thin`). Other pairs carry the
 mark `every` too; `make test-all` runs them. A test without a mark belongs to the first tier.
 
+The first tier runs on one device, except for tests with the mark `devices`, which need several. The other tiers run on
+eight virtual devices, where every product is partitioned.
+
 On the oldest JAX, the first tier has every feature and every rule in one layout. Rows that differ from that one in the
 format alone meet nothing else of JAX; they carry the mark `newest`, and run on the newest JAX only.
 
@@ -25,6 +28,7 @@ from lowbit import FORMATS
 MORE = pytest.mark.more
 NEWEST = pytest.mark.newest
 EVERY = pytest.mark.every
+DEVICES = pytest.mark.devices
 
 # One format for each mechanism: codes of 8, 4, 2 and 1 bits, tables, scale codes with group scales along an axis (q4)
 # or over a matrix (nvfp4), codes in two components (q3), small floats (fp8). The other rows of the table of formats
@@ -150,4 +154,4 @@ def thin(items: Sequence[pytest.Item]) -> None:
 
 
 # How many random programs a test runs; they are the same in every run.
-EXAMPLES = tiered((10, 100), (10,))
+EXAMPLES = tiered((5, 100), (5,))
