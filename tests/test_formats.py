@@ -103,7 +103,7 @@ def float64():
 
 def test_float64(float64) -> None:
     w = gaussian(0, (64, 32), jnp.float64)
-    for name in tiers.MECHANISMS:
+    for name in tiers.KINDS_OF_FORMATS:
         q = FORMATS[name].quantize(w, axis=-2)
         x = gaussian(1, (4, 64), jnp.float64)
         assert (q.dtype, q.scale_values().dtype, (x @ q).dtype) == (jnp.float64, jnp.float32, jnp.float64)

@@ -25,6 +25,7 @@ def x() -> jax.Array:
     return activations()
 
 
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_operators_need_no_decorator(layout: Layout, x: jax.Array) -> None:
     q = weights(layout)["w"]
     w = q.materialize()
@@ -47,6 +48,7 @@ def test_operators_need_no_decorator(layout: Layout, x: jax.Array) -> None:
         np.testing.assert_array_equal(np.asarray(q), w)
 
 
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_closures_globals_and_attributes(layout: Layout, x: jax.Array) -> None:
     q = weights(layout)["w"]
 
@@ -280,6 +282,7 @@ def test_jnp_functions_outside_of_implicit_name_it(x: jax.Array) -> None:
     assert (x @ q).shape == (q.T @ x.T).T.shape == (x.shape[0], N)
 
 
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_ste_is_exact_and_straight(layout: Layout) -> None:
     w = gaussian(0, (K, N))
     quantize = lowbit.ste(layout.quantize)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiers
 from flax import nnx
 from helpers import K, N, activations, assert_close
 from test_examples import load
@@ -195,6 +196,7 @@ def test_an_nnx_model() -> None:
     check(Nnx(), call, call)
 
 
+@tiers.MORE  # test_frameworks has Equinox models
 def test_an_equinox_model() -> None:
     def call(model: Equinox, x: jax.Array) -> jax.Array:
         return jax.vmap(model)(x)

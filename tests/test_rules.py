@@ -102,6 +102,7 @@ def test_odd_lengths_keep_every_bit(any_layout: Layout) -> None:
         assert_keeps_bits(lambda w: lax.slice(w, (0, 0), (33, 77), (3, 1)), q)
 
 
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_ten_structural_operations_keep_the_bits_of_the_first_encode(layout: Layout) -> None:
     q = layout.quantize(gaussian(0, (128, 128)))
     again = q
@@ -121,12 +122,14 @@ def test_ten_structural_operations_keep_the_bits_of_the_first_encode(layout: Lay
     np.testing.assert_array_equal(again.scale_values(), q.scale_values())  # of one matrix, codes may be decoded
 
 
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_writing_a_quantized_value_keeps_every_bit(layout: Layout) -> None:
     cache, token = (layout.quantize(gaussian(n, (n, 32, 64))) for n in (10, 1))
     assert_keeps_bits(lambda cache, token: lax.dynamic_update_slice(cache, token, (jnp.int32(3), 0, 0)), cache, token)
     assert_keeps_bits(lambda cache, token: cache.at[3].set(token[0]), cache, token)
 
 
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_a_stack_is_not_copied(layout: Layout) -> None:
     stack = layout.quantize(gaussian(0, (3, 64, 64)))
     experts = layout.quantize(gaussian(0, (2, 3, 64, 64)))
@@ -225,6 +228,7 @@ def test_numbers_scale_the_scales(layout: Layout) -> None:
         assert_close(grad, w.sum(), 1e-5)
 
 
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_gradients_stop_at_the_scales(layout: Layout) -> None:
     q = layout.quantize(gaussian(0, (64, 96)))
     for fn in (lambda w: w[jnp.array([1, 2])], lambda w: jnp.ones((2, 64)) @ w, lambda w: w * 2.0, lambda w: w.T + 1):
@@ -241,6 +245,7 @@ def test_integer_products_are_exact() -> None:
         assert (x @ q).dtype == (x @ codes).dtype
 
 
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_corners_of_shapes(layout: Layout) -> None:
     q = layout.quantize(gaussian(0, (300, 1)))
     one = layout.quantize(jnp.ones((1, 1)))
