@@ -168,6 +168,7 @@ def test_narrow_scales_in_the_kernels_of_accelerators(layout: Layout, contract: 
 
 
 @tiers.DEVICES
+@pytest.mark.first(*tiers.OF_FEATURES)
 def test_narrow_scales_over_devices(layout: Layout) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     narrow, wide = pair(layout, jnp.bfloat16, (128, 256))

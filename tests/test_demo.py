@@ -478,6 +478,7 @@ def assert_the_same_model(model: LanguageModel, mesh: jax.sharding.Mesh, prompts
 
 
 @tiers.DEVICES
+@tiers.MORE  # test_sharding has its products, layers and head
 def test_a_llama_of_eight_heads_over_eight_devices() -> None:
     sizes = {"vocabulary": 512, "width": 1024, "layers": 2, "heads": 8, "kv_heads": 8, "hidden": 1024}
     config = LlamaConfig(**sizes, context=128, rope_base=1e4, epsilon=1e-5)

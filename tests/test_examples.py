@@ -168,6 +168,7 @@ def test_qat_stores_the_trained_values(capsys: pytest.CaptureFixture[str]) -> No
     assert f"{trained:13.4f}" in capsys.readouterr().out
 
 
+@tiers.MORE  # test_checkpoints_llama runs such a checkpoint in the first tier
 def test_a_llama_is_loaded_in_its_stored_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = load("load_llama")
     params, got, want = example.main(str(tmp_path))

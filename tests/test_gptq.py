@@ -92,7 +92,7 @@ def test_what_is_left_of_the_moments_predicts_the_loss() -> None:
     assert np.sum(np.diag(h) * rounding) > 2 * got
 
 
-@pytest.mark.parametrize("format", tiers.formats())
+@pytest.mark.parametrize("format", tiers.tiered(lowbit.FORMATS, ["int8", "q3"]))
 def test_every_format_loses_less(format: str) -> None:
     w, x = normal(0, K, N), inputs(1, 400)
     h = x.T @ x

@@ -296,7 +296,10 @@ def interpreted(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(("contract", "dtype"), [(-2, jnp.float16), (-1, jnp.bfloat16), (-1, jnp.float32)])
+ROUNDED = [(-2, jnp.float16), (-1, jnp.bfloat16), (-1, jnp.float32)]
+
+
+@pytest.mark.parametrize(("contract", "dtype"), tiers.tiered(ROUNDED, ROUNDED[1:2]))
 def test_offsets_are_added_before_the_only_rounding(contract, dtype, interpreted) -> None:
     x, w = normal(0, 5, 150, dtype=dtype), normal(1, *((150, 90) if contract == -2 else (90, 150)))
     q = lowbit.FORMATS["int4"].quantize(w, axis=-2, offset=True, scale_dtype="float16")

@@ -58,6 +58,7 @@ def trained() -> tuple[Any, Any, list[float]]:
         return EXAMPLE.main(small=True, steps=8)
 
 
+@tiers.MORE  # the models of the frameworks below learn in the first tier
 def test_the_example_learns_a_new_kind_of_text(trained: Any) -> None:
     params, _, losses = trained
     assert losses[1] < 0.9 * losses[0]
@@ -67,6 +68,7 @@ def test_the_example_learns_a_new_kind_of_text(trained: Any) -> None:
     assert all(np.any(w) for w in factors(params))
 
 
+@tiers.MORE
 def test_a_step_of_the_example(trained: Any, tmp_path: Path) -> None:
     """Its memory, its gradients, and the same bits after a resume."""
     params = trained[0]

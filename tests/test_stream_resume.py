@@ -204,7 +204,8 @@ def killed(folder: Path, *options: str) -> Any:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("kind", tiers.tiered(["file", "directory"], ["file"]))
+@tiers.MORE  # a run that fails or is killed at each step is in the first tier
+@pytest.mark.parametrize("kind", ["file", "directory"])
 def test_a_run_killed_at_random_moments_resumes(kind: str, tmp_path: Path) -> None:
     assert killed(tmp_path, "--kills", "8", "--kinds", kind)[kind]["resumed"] > 0
 
