@@ -8,7 +8,7 @@ The first tier runs on one device, except for tests with the mark `devices`, whi
 eight virtual devices, where every product is partitioned.
 
 On the oldest JAX, the first tier has every feature and every rule in one layout. Rows that differ from that one in the
-format alone meet nothing else of JAX; they carry the mark `newest`, and run on the newest JAX only.
+format alone meet nothing else of JAX; they carry the mark `newest`, and run there in the third tier.
 
 Rules and operations know no format by name (a test checks that). What they do depends on how the array is stored: how
 codes are packed and in how many components, which axis has blocks, and whether scales are codes, have group scales or
