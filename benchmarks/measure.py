@@ -29,21 +29,25 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
+# Calls of one product in a row, on different weights. The first is not timed.
+IN_A_ROW = 5
+
+
 def least(calls: dict[str, Sequence[Callable[[], Any]]], repeat: int) -> dict[str, float]:
     """The minimum time of each, in seconds, over interleaved repeats.
 
-    Before each call that is timed, the same is called on other data: after a call of another library, threads have to
-    wake up first, which takes 100 us and more and depends on which library that was.
+    A repeat makes several calls of the same product, as programs do. After calls of another library, threads have to
+    wake up and the code has to return to the caches, which takes 100 us and more and depends on which library that was.
     """
     best = dict.fromkeys(calls, float("inf"))
     for i in range(repeat + 1):
         for name, runs in calls.items():
-            jax.block_until_ready(runs[2 * i % len(runs)]())
-            run = runs[(2 * i + 1) % len(runs)]
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            if i > 0:  # the first repeat compiles
-                best[name] = min(best[name], time.perf_counter() - start)
+            for j in range(IN_A_ROW):
+                run = runs[(IN_A_ROW * i + j) % len(runs)]
+                start = time.perf_counter()
+                jax.block_until_ready(run())
+                if i > 0 and j > 0:  # the first repeat compiles
+                    best[name] = min(best[name], time.perf_counter() - start)
     return best
 
 

@@ -29,7 +29,7 @@ struct Int8Vectors : InOrder {
 };
 
 // A lookup in a table of 16 floats uses only the low four bits of each lane, so no mask is needed. All qwords hold the
-// same 16 codes, and each is rotated to bring two of them, 8 columns apart, to the low bits of its lanes.
+// same 16 codes, and each is shifted to bring two of them, 8 columns apart, to the low bits of its lanes.
 template <bool>
 struct NibbleVectors {
   NibbleVectors() = default;
@@ -39,11 +39,12 @@ struct NibbleVectors {
   __m512i turns = _mm512_setr_epi64(4, 0, 12, 8, 20, 16, 28, 24);
 
   LOWBIT_INLINE void decode(const uint8_t* bytes, F v[kVectors]) const {
-    for (int i = 0; i < kVectors; ++i) {
-      int64_t codes;
-      memcpy(&codes, bytes + 8 * i, 8);
-      v[i] = _mm512_permutexvar_ps(_mm512_rorv_epi64(_mm512_set1_epi64(codes), turns), table);
-    }
+    for (int i = 0; i < kVectors; ++i) v[i] = permute(table, _mm512_srlv_epi64(codes_at(bytes, i), turns));
+  }
+  LOWBIT_INLINE static __m512i codes_at(const uint8_t* bytes, int i) {
+    int64_t codes;
+    memcpy(&codes, bytes + 8 * i, 8);
+    return _mm512_set1_epi64(codes);
   }
   LOWBIT_INLINE static void order(F v[2]) {
     const __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
@@ -234,6 +235,17 @@ using BitVectors = OneByOne<1>;
 #endif
 
 namespace lowbit::LOWBIT_ISA {
+
+// Levels that are added but not multiplied. Zen 4 rotates on the units that multiply, and shifts on those that look up.
+LOWBIT_INLINE void decode_to_add(const NibbleVectors<false>& decoder, const uint8_t* bytes, F v[kVectors]) {
+#if defined(LOWBIT_AVX512)
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = permute(decoder.table, _mm512_rorv_epi64(decoder.codes_at(bytes, i), decoder.turns));
+  }
+#else
+  decoder.decode(bytes, v);
+#endif
+}
 
 // Floats of 8 bits.
 struct Fp8Vectors : InOrder {

@@ -58,7 +58,7 @@ struct StreamRows {
   LOWBIT_INLINE bool is_table(int64_t row) const { return kTables > 0 && row % 2 == 1; }
   LOWBIT_INLINE void decode(int64_t row, F v[kVectors]) const {
     const uint8_t* from = bytes + row * row_bytes;
-    is_table(row) ? tables[row / 2].decode(from, v) : decoder.decode(from, v);
+    is_table(row) ? decode_to_add(tables[row / 2], from, v) : decoder.decode(from, v);
   }
 };
 
@@ -118,10 +118,9 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
     const int64_t offset = line * kLineBytes<D>;
     rows.bytes = bytes + offset;
     if (offset % 64 < kLineBytes<D>) {
-      // The same offset in the next group, or a little ahead in this one.
-      int64_t ahead = kM == 1 ? count * row_bytes : 256;
-      if (kM > 1 && offset + ahead >= row_bytes) ahead += (count - 1) * row_bytes;
-      for (int64_t r = 0; r < count; ++r) prefetch(rows.bytes + r * row_bytes + ahead);
+      // The next group, in the order of its addresses: memory is fastest so.
+      const uint8_t* next = bytes + count * row_bytes + offset / 64 * 64 * count;
+      for (int64_t r = 0; r < count; ++r) prefetch_far(next + 64 * r);
     }
     add_vectors<kM, kAlong, kRows, 0>(rows, to, line);
     if constexpr (kStreamVectors<kM> < kVectors) add_vectors<kM, kAlong, kRows, kStreamVectors<kM>>(rows, to, line);
@@ -253,7 +252,7 @@ void stream_tables(const D& decoder, const Matrix& w, const float* x, int64_t be
         for (int i = 0; i < kVectors; ++i) acc[i] = row == block ? zero() : load(partial + at + i * kLanes);
         for (int64_t t = 0; t < tables; ++t) {
           F v[kVectors];
-          decoders[t].decode(nibbles + (t * width + at) / 2, v);
+          decode_to_add(decoders[t], nibbles + (t * width + at) / 2, v);
           for (int i = 0; i < kVectors; ++i) acc[i] += v[i];
         }
         for (int i = 0; i < kVectors; ++i) store(partial + at + i * kLanes, acc[i]);

@@ -120,51 +120,6 @@ LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) 
   return panel + vector / kFastVectors * (depth / 4) * kGroupBytes + vector % kFastVectors * kPair * kBytes;
 }
 
-// Prefetches the rows of the next slab from left to right, a line at a time, while tiles of this one are multiplied:
-// tiles are columns of memory, whose lines are far apart, and memory is fastest in the order of its addresses. Decoding
-// a tile takes less time than reading one, so prefetching then would wait for the memory.
-class NextSlab {
- public:
-  NextSlab(const Matrix& w, int64_t row, int64_t begin, int64_t end)
-      : at_(w.codes + row * w.w.row_bytes + begin),
-        row_end_(at_ + round_up(end - begin, 64)),
-        step_(w.w.row_bytes),
-        back_(step_ - (row_end_ - at_)) {}
-
-  // `lines` are for the next `times` steps. Many at a time wait for the memory, and leave it idle afterwards; but each
-  // step takes registers and instructions of a loop.
-  void set(int64_t lines, int64_t times) {
-    left_ = lines;
-    some_ = ceil_div(lines, times);
-  }
-  void prefetch_all(int64_t lines) {
-    set(lines, 1);
-    prefetch_some();
-  }
-
-  // Steps in the products of whole rows, and of the spans of a block.
-  template <int, bool kBlocked>
-  LOWBIT_INLINE void in_group(int64_t) {
-    if constexpr (!kBlocked) prefetch_some();
-  }
-  LOWBIT_INLINE void in_span() { prefetch_some(); }
-
- private:
-  LOWBIT_INLINE void prefetch_some() {
-    for (int64_t i = 0; i < some_ && left_ > 0; ++i, --left_) {
-      prefetch_far(at_);
-      at_ += 64;
-      if (at_ >= row_end_) {
-        at_ += back_;
-        row_end_ += step_;
-      }
-    }
-  }
-
-  const uint8_t *at_, *row_end_;
-  int64_t step_, back_, left_ = 0, some_ = 0;
-};
-
 struct Nothing {
   template <int, bool>
   LOWBIT_INLINE void in_group(int64_t) {}
@@ -388,13 +343,15 @@ void panel_scales(const Matrix& w, int64_t k, int64_t tile, float* out) {
     const uint8_t* codes = w.scale_codes(row, column);
     uint8_t ends[kColumns] = {};
     if (count < kColumns) codes = static_cast<const uint8_t*>(memcpy(ends, codes, static_cast<size_t>(count)));
-    for (int64_t j = 0; j < kColumns; j += 2 * kLanes) {
+    for (int64_t from = 0; from < kColumns; from += kTurned<D>) {
       uint8_t buffer[8 * kLanes];
-      const uint8_t* turned = turn_bytes(codes + j / kTurned<D> * kTurned<D>, buffer) + j % kTurned<D>;
-      F even, odd;
-      floats.pairs(turned, even, odd);
-      store(out + j, even);
-      store(out + j + kLanes, odd);
+      const uint8_t* turned = turn_bytes(codes + from, buffer);
+      for (int64_t j = 0; j < kTurned<D>; j += 2 * kLanes, out += 2 * kLanes) {
+        F even, odd;
+        floats.pairs(turned + j, even, odd);
+        store(out, even);
+        store(out + kLanes, odd);
+      }
     }
     return;
   }

@@ -10,28 +10,9 @@ namespace lowbit::LOWBIT_ISA {
 
 constexpr int64_t kFastGroup = 8;  // stored rows that are interleaved at a time
 
-// Where a vector is a whole line of the cache, sums stay in registers over several groups of rows: those of all columns
-// of a line, or of a half or a quarter of them at a time. 0 if even a quarter has too many.
-template <int kM, typename D>
-constexpr int kFastParts = kBytes < 64              ? 0
-                           : kM * D::kPerByte <= 4  ? 4
-                           : kM * D::kPerByte <= 8  ? 2
-                           : kM * D::kPerByte <= 16 ? 1
-                                                    : 0;
-
-// Such groups: as many as blocks of 32 rows have. Rows are often a power of two apart, so of a line that is read in two
-// halves the second is no longer in L1 after 32 rows.
-template <int kM, typename D>
-constexpr int64_t kFastGroups = kFastParts<kM, D> == 0        ? 1
-                                : kM == 1 && D::kPerByte == 1 ? 2
-                                                              : 4;
-
-// With several rows of x, strips of so many bytes of so many rows are read at a time: their sums stay in L1.
-constexpr int64_t kFewStrip = 256, kFewDepth = 64;
-
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
-  if (!p.contract_last) return p.m <= kFewRows && (kBytes < 64 || p.m * D::kPerByte <= 16);
+  if (!p.contract_last) return p.m <= kFewRows;
   return p.m == 1 && (!tiling.blocked || tiling.span % (kBytes * D::kPerByte) == 0 || short_spans<D>(tiling));
 }
 
@@ -45,14 +26,12 @@ struct FewRows {
 
 // Where the sums of a block of rows are accumulated, in the order of a panel's columns: in `partial` (m, width). The
 // last group of rows adds them to `sums` (m, width), times the scales of the rows of x and, if there are any, those of
-// the columns, which may be codes.
+// the columns.
 struct FastSums {
   int32_t* partial;
   float* sums;
   int64_t width;
   const float* scales;
-  const uint8_t* scale_codes;
-  SmallFloats floats;  // of these codes
   const float* x_scales;
   const int32_t* seeds;
 
@@ -61,7 +40,6 @@ struct FastSums {
     to.partial += at;
     to.sums += at;
     if (scales != nullptr) to.scales += at;
-    if (scale_codes != nullptr) to.scale_codes += at;
     return to;
   }
 };
@@ -127,132 +105,52 @@ LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, const int8_t* q
   }
 }
 
-#if defined(LOWBIT_AVX512)
-
-// sums += the codes of `a` and `b` times q (kM, kFastGroup)
-template <int kM, typename D>
-LOWBIT_INLINE void add_codes(const D& decoder, I (&sums)[kM][D::kPerByte], Bytes a, Bytes b, const int8_t* q) {
-  each_constant<D::kPerByte>([&](auto i) LOWBIT_INLINE_LAMBDA {
-    const Bytes levels_a = decoder.template bytes<i.value>(a), levels_b = decoder.template bytes<i.value>(b);
-    each_constant<kM>([&](auto m) LOWBIT_INLINE_LAMBDA {
-      add_dots(sums[m.value][i.value], levels_a, splat(q + m.value * kFastGroup));
-      add_dots(sums[m.value][i.value], levels_b, splat(q + m.value * kFastGroup + 4));
-    });
-  });
-}
-
-// Vectors kPart and later of a line of all groups.
-template <int kM, bool kFirst, bool kLast, int kPart, typename D>
-LOWBIT_INLINE void add_line(const D& decoder, const uint8_t* const* rows, int64_t groups, int64_t byte, const int8_t* q,
-                            const uint8_t* next, const uint8_t* codes, const FastSums& to, int64_t at) {
-  constexpr int kPer = D::kPerByte, kCount = kFastParts<kM, D>;
-  const auto place = [&](auto j, auto m, auto i) LOWBIT_INLINE_LAMBDA {
-    return at + m.value * to.width + ((kPart + j.value) * kPer + i.value) * kLanes;
-  };
-  I sums[kCount][kM][kPer];
-  each_constant<kCount>([&](auto j) LOWBIT_INLINE_LAMBDA {
-    each_pair<kM, kPer>([&](auto m, auto i) LOWBIT_INLINE_LAMBDA {
-      sums[j.value][m.value][i.value] = first_sum<kFirst>(to, m.value, place(j, m, i));
-    });
-  });
-  for (int64_t g = 0; g < groups; ++g) {
-    for (int r = 0; kPart == 0 && r < kFastGroup; ++r) prefetch_far(next + 64 * (g * kFastGroup + r));
-    Bytes v[kFastGroup], a[kCount], b[kCount];
-    for (int r = 0; r < kFastGroup; ++r) v[r] = load_as<Bytes>(rows[g * kFastGroup + r] + byte);
-    interleave_rows<kPart, kCount>(v, a);
-    interleave_rows<kPart, kCount>(v + 4, b);
-    each_constant<kCount>([&](auto j) LOWBIT_INLINE_LAMBDA {
-      add_codes<kM>(decoder, sums[j.value], a[j.value], b[j.value], q + g * kM * kFastGroup);
-    });
-  }
-  each_constant<kCount>([&](auto j) LOWBIT_INLINE_LAMBDA {
-    F scales[kPer];
-    if constexpr (kLast && kPer == 2) {
-      if (codes != nullptr) to.floats.pairs(codes + (kPart + j.value) * 2 * kLanes, scales[0], scales[1]);
-    }
-    each_pair<kM, kPer>([&](auto m, auto i) LOWBIT_INLINE_LAMBDA {
-      const int64_t here = place(j, m, i);
-      const I sum = sums[j.value][m.value][i.value];
-      if (kLast && kPer == 2 && codes != nullptr) {
-        const F scale = broadcast(to.x_scales[m.value]) * scales[i.value];
-        store(to.sums + here, fma(to_float(sum), scale, load(to.sums + here)));
-      } else {
-        put_sum<kLast>(sum, to, m.value, here);
-      }
-    });
-  });
-  if constexpr (kPart + kCount < 4) {
-    add_line<kM, kFirst, kLast, kPart + kCount>(decoder, rows, groups, byte, q, next, codes, to, at);
-  }
-}
-
-#endif
-
-// Adds `groups` of kFastGroup stored rows times q (kM, kFastGroup) of each, kBytes of each row at a time. The last rows
-// may be repeated, with q = 0.
+// Adds kFastGroup stored rows times q (kM, kFastGroup), kBytes of each row at a time. The last rows may be repeated,
+// with q = 0.
 template <int kM, bool kFirst, bool kLast, typename D>
-__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const* rows,
-                                             [[maybe_unused]] int64_t groups, int64_t parts, int64_t ahead,
-                                             const int8_t* from, const FastSums& where) {
-  constexpr int kPer = D::kPerByte;
+__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[kFastGroup], int64_t parts,
+                                             const uint8_t* next, const int8_t* from, const FastSums& where) {
   const D decoder = shared;
   const FastSums to = where;  // copies that the stores cannot alias
-  int8_t q[kFastGroups<kM, D> * kM * kFastGroup];
+  int8_t q[kM * kFastGroup];
   memcpy(q, from, sizeof(q));
-  // Several groups are whole rows, one after the other: memory is fastest in the order of its addresses.
-  [[maybe_unused]] const uint8_t* next = rows[0] + ahead;
   for (int64_t part = 0; part < parts; ++part) {
-    const int64_t byte = part * kBytes, at = part * 4 * kLanes * kPer;
-    if constexpr (kFastParts<kM, D> == 0) {
-      Bytes v[kFastGroup];
-      for (int r = 0; byte % 64 == 0 && r < kFastGroup; ++r) prefetch(rows[r] + byte + ahead);
-      load_group(rows, byte, v);
-      for (int j = 0; j < 4; ++j) {
-        add_codes<kM, kFirst, kLast>(decoder, v[j], v[4 + j], q, to, at + j * kLanes * kPer);
-      }
-    } else {
-#if defined(LOWBIT_AVX512)
-      uint8_t buffer[8 * kLanes];
-      const bool coded = kLast && kPer == 2 && to.scale_codes != nullptr;
-      const uint8_t* codes = coded ? turn_bytes(to.scale_codes + at, buffer) : nullptr;
-      add_line<kM, kFirst, kLast, 0>(decoder, rows, groups, byte, q, next, codes, to, at);
-      next += 64 * groups * kFastGroup;
-#endif
+    const int64_t byte = part * kBytes, at = part * 4 * kLanes * D::kPerByte;
+    // A later group, in the order of its addresses: memory is fastest so.
+    for (int r = 0; byte % 64 == 0 && r < kFastGroup; ++r) prefetch_far(next + byte * kFastGroup + 64 * r);
+    Bytes v[kFastGroup];
+    load_group(rows, byte, v);
+    for (int j = 0; j < 4; ++j) {
+      add_codes<kM, kFirst, kLast>(decoder, v[j], v[4 + j], q, to, at + j * kLanes * D::kPerByte);
     }
   }
 }
 
-// Stored rows from some byte on, in groups, and x for them.
+// A group of stored rows, and x for them.
 template <int kM, typename D>
-struct FastGroups {
-  static constexpr int64_t kRows = kFastGroups<kM, D> * kFastGroup;
-  const uint8_t* rows[kRows];
-  int64_t groups;
-  int8_t q[kRows / kFastGroup][kM][kFastGroup] = {};  // zeros for missing rows
+struct FastRows {
+  const uint8_t* rows[kFastGroup];
+  int8_t q[kM][kFastGroup] = {};  // zeros for missing rows
 
-  FastGroups(const FewRows& x, int64_t row, int64_t count, const uint8_t* first, int64_t row_bytes)
-      : groups(ceil_div(count, kFastGroup)) {
-    for (int64_t g = 0; g < groups; ++g) {
-      const size_t here = static_cast<size_t>(min(kFastGroup, count - g * kFastGroup));
-      for (int m = 0; m < kM; ++m) memcpy(q[g][m], x.q + m * x.step + row + g * kFastGroup, here);
-    }
-    for (int64_t r = 0; r < kRows; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
+  FastRows(const FewRows& x, int64_t row, int64_t count, const uint8_t* first, int64_t row_bytes) {
+    for (int m = 0; m < kM; ++m) memcpy(q[m], x.q + m * x.step + row, static_cast<size_t>(count));
+    for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
   }
 
   // `may_read`: bytes past the end of the rows can be read, since other rows follow.
-  void add(const D& decoder, int64_t bytes, bool may_read, int64_t ahead, bool first, bool last, const FastSums& to) {
+  void add(const D& decoder, int64_t bytes, bool may_read, bool first, bool last, const FastSums& to) {
     auto run = last ? add_fast_rows<kM, false, true, D> : add_fast_rows<kM, false, false, D>;
     if (first) run = last ? add_fast_rows<kM, true, true, D> : add_fast_rows<kM, true, false, D>;
     const int64_t parts = (may_read ? bytes + kBytes - 1 : bytes) / kBytes, rest = bytes - parts * kBytes;
-    run(decoder, rows, groups, parts, ahead, q[0][0], to);
+    run(decoder, rows, parts, rows[0] + 2 * kFastGroup * bytes, q[0], to);
     if (rest <= 0) return;
     // The last bytes of the rows, copied so that kBytes can be read.
-    uint8_t ends[kRows][kBytes] = {};
-    for (int64_t r = 0; r < kRows; ++r) {
+    uint8_t ends[kFastGroup][kBytes] = {};
+    for (int64_t r = 0; r < kFastGroup; ++r) {
       memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
       rows[r] = ends[r];
     }
-    run(decoder, rows, groups, 1, 0, q[0][0], to.from(parts * kBytes * D::kPerByte));
+    run(decoder, rows, 1, rows[0], q[0], to.from(parts * kBytes * D::kPerByte));
   }
 };
 
@@ -265,53 +163,27 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
   const int64_t width = sums_width(kM, tiles * kColumns);
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
   float* scales = buffer<float>(Scratch::task_scales, width);
-  constexpr int64_t kRows = FastGroups<kM, D>::kRows;
-  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kRows * row_bytes : 1);
+  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup * row_bytes : 1);
   if (partial == nullptr || scales == nullptr || codes == nullptr) return false;
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
-  const bool whole = kM == 1 || kFastParts<kM, D> > 0 || w.joined();
-  if (kRows > kFastGroup && !w.joined()) {
-    // Later rows are prefetched while those before them are read.
-    const int64_t bytes = min(kRows, end - begin) * row_bytes;
-    for (int64_t at = 0; at < bytes; at += 64) prefetch_far(w.rows<D>(begin, 1, nullptr) + at);
-  }
-  const int64_t depth = whole ? kRows : kFewDepth, strip = whole ? row_bytes : kFewStrip;
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = min(end, (block / tiling.span + 1) * tiling.span);
     int32_t seeds[kM] = {};
-    FastSums to = {partial, sums, width, nullptr, nullptr, {}, x.scales + block / tiling.block * kM, seeds};
-    if (tiling.blocked && kFastParts<kM, D> > 0 && scales_later<D>(w, false)) {
-      const int64_t row = block / w.w.row_span;
-      to.floats = w.small_scales();
-      to.scale_codes = w.scale_codes(row, 0);
-      if ((w.w.scale_rows - row) * w.w.scale_cols < width) {
-        // Codes past the end of the last row must not be read.
-        memcpy(memset(scales, 0, static_cast<size_t>(width)), to.scale_codes, static_cast<size_t>(w.w.columns));
-        to.scale_codes = reinterpret_cast<const uint8_t*>(scales);
-      }
-    } else if (tiling.blocked) {
+    FastSums to = {partial, sums, width, nullptr, x.scales + block / tiling.block * kM, seeds};
+    if (tiling.blocked) {
       for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, block, t, scales + t * kColumns);
       to.scales = scales;
     }
     for (int m = 0; kSeeded<D> && m < kM; ++m) {
       for (int64_t r = block; r < block_end; ++r) seeds[m] -= decoder.offset() * x.q[m * x.step + r];
     }
-    for (int64_t row = block; row < block_end; row += depth) {
-      const int64_t rows_end = min(row + depth, block_end);
-      if (tiling.blocked) w.prefetch_scales(block / w.w.row_span + 1, row - block, rows_end - block, w.w.row_span);
-      for (int64_t byte = 0; byte < row_bytes; byte += strip) {
-        const int64_t bytes = min(strip, row_bytes - byte);
-        int64_t ahead = max(kRows, 2 * kFastGroup) * row_bytes;
-        if (!whole) ahead = byte + strip < row_bytes ? strip : depth * row_bytes - byte;
-        for (int64_t at = row; at < rows_end; at += kRows) {
-          const int64_t count = min(kRows, rows_end - at);
-          FastGroups<kM, D> groups(x, at, count, w.rows<D>(at, count, codes) + byte, row_bytes);
-          // kBytes from the last byte of a row on are in the rows that follow.
-          const bool may_read = !w.joined() && (w.w.rows - at - count) * row_bytes >= kBytes;
-          groups.add(decoder, bytes, may_read, ahead, at == block, at + count == block_end,
-                     to.from(byte * D::kPerByte));
-        }
-      }
+    for (int64_t row = block; row < block_end; row += kFastGroup) {
+      const int64_t count = min(kFastGroup, block_end - row), after = row + count;
+      if (tiling.blocked) w.prefetch_scales(block / w.w.row_span + 1, row - block, after - block, w.w.row_span);
+      FastRows<kM, D> rows(x, row, count, w.rows<D>(row, count, codes), row_bytes);
+      // kBytes from the last byte of a row on are in the rows that follow.
+      const bool may_read = !w.joined() && (w.w.rows - after) * row_bytes >= kBytes;
+      rows.add(decoder, row_bytes, may_read, row == block, after == block_end, to);
     }
     block = block_end;
   }

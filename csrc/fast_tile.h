@@ -250,6 +250,7 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
         if (p.contract_last) panel_scales_last<D>(w, k, count, tiling.span, tile, columns, scales);
         for (int64_t b = 0; b < count && !p.contract_last; ++b) {
           panel_scales<D>(w, k + b * tiling.span, tile, scales + b * columns);
+          w.prefetch_scales((k + depth + b * tiling.span) / w.w.row_span, tile, tile + 1, tiling.tiles);
         }
       }
       for (int64_t group = 0; group < columns / kFastColumns; ++group) {

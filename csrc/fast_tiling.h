@@ -88,9 +88,10 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
     }
   }
   if (tiling.span % tiling.unit != 0 || (tiling.blocked && tiling.span < 16)) return false;
-  // Few bytes of each column, since the next slab is read into the same cache; more if there are more sums to keep
-  // there.
-  const int64_t rows = min((p.m <= 8 ? 64 : p.m <= 32 ? 128 : 256) * D::kPerByte, 256);
+  // Few bytes of each column, since the next slab is read into the same cache; more if there are more sums, which each
+  // slab reads and writes.
+  const int64_t few = min((p.m <= 8 ? 64 : p.m <= 32 ? 128 : 256) * D::kPerByte, 256);
+  const int64_t rows = p.m > 64 && !tiling.blocked ? 512 : few;
   const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : rows;
   // Several spans share a scale of x, so that it multiplies their sum.
   tiling.block = tiling.blocked ? max(kShared / tiling.span, 1) * tiling.span : tiling.span;

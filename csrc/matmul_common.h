@@ -133,6 +133,51 @@ LOWBIT_INLINE void unordered_pair(const float* x, int64_t count, float* out) {
   for (int i = 0; i < 2; ++i) store(out + i * kLanes, v[i]);
 }
 
+// Prefetches the rows of the next slab from left to right, a line at a time, while tiles of this one are multiplied:
+// tiles are columns of memory, whose lines are far apart, and memory is fastest in the order of its addresses. Decoding
+// a tile takes less time than reading one, so prefetching then would wait for the memory.
+class NextSlab {
+ public:
+  NextSlab(const Matrix& w, int64_t row, int64_t begin, int64_t end)
+      : at_(w.codes + row * w.w.row_bytes + begin),
+        row_end_(at_ + round_up(end - begin, 64)),
+        step_(w.w.row_bytes),
+        back_(step_ - (row_end_ - at_)) {}
+
+  // `lines` are for the next `times` steps. Many at a time wait for the memory, and leave it idle afterwards; but each
+  // step takes registers and instructions of a loop.
+  void set(int64_t lines, int64_t times) {
+    left_ = lines;
+    some_ = ceil_div(lines, times);
+  }
+  void prefetch_all(int64_t lines) {
+    set(lines, 1);
+    prefetch_some();
+  }
+
+  // Steps in the products of whole rows, and of the spans of a block.
+  template <int, bool kBlocked>
+  LOWBIT_INLINE void in_group(int64_t) {
+    if constexpr (!kBlocked) prefetch_some();
+  }
+  LOWBIT_INLINE void in_span() { prefetch_some(); }
+
+ private:
+  LOWBIT_INLINE void prefetch_some() {
+    for (int64_t i = 0; i < some_ && left_ > 0; ++i, --left_) {
+      prefetch_far(at_);
+      at_ += 64;
+      if (at_ >= row_end_) {
+        at_ += back_;
+        row_end_ += step_;
+      }
+    }
+  }
+
+  const uint8_t *at_, *row_end_;
+  int64_t step_, back_, left_ = 0, some_ = 0;
+};
+
 // Calls multiply(layer, x, y, parallel) for each matrix of the batch, with x and y in float32.
 template <typename Multiply>
 bool each_product(const Matmul& p, const Parallel& parallel, const Multiply& multiply) {

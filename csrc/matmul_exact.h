@@ -4,6 +4,7 @@
 #ifndef LOWBIT_MATMUL_EXACT_H_
 #define LOWBIT_MATMUL_EXACT_H_
 
+#include "exact_direct.h"
 #include "exact_dot.h"
 #include "exact_panel.h"
 #include "exact_stream.h"
@@ -22,6 +23,9 @@ bool matmul_one(const D& decoder, const Matmul& p, const Matrix& w, const float*
       done = matmul_panel_last<width.value>(decoder, p, w, x, y, parallel);
     });
     return done;
+  }
+  if constexpr (kDirectRows > 0) {
+    if (p.m > kStreamRows && direct_fits(p)) return matmul_direct(decoder, p, w, x, y, parallel);
   }
   if (p.m <= kStreamRows && stream_fits(p.w)) return matmul_stream(decoder, p, w, x, y, parallel);
   return matmul_panel_first(decoder, p, w, x, y, parallel);

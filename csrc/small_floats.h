@@ -46,11 +46,8 @@ struct SmallFloats {
   // 2 * kLanes of them, the even and the odd ones apart, as float32 that is too small by `unit`.
   LOWBIT_INLINE void pairs(const uint8_t* codes, F& even, F& odd) const {
     const HalfWords words = load_as<HalfWords>(codes);
-    uint16_t half[2][kLanes];
-    store_as(half[0], half_of_high_bytes(words << 8));
-    store_as(half[1], half_of_high_bytes(words & 0xff00));
-    even = load_f16(half[0]);
-    odd = load_f16(half[1]);
+    even = widen(half_of_high_bytes(words << 8));
+    odd = widen(half_of_high_bytes(words & 0xff00));
   }
 
   // kLanes of them, as float32 that is too small by `unit`. The conversion from float16 keeps subnormal numbers, also
@@ -79,6 +76,18 @@ struct SmallFloats {
   LOWBIT_INLINE F decode(const uint8_t* codes) const { return without_unit(codes) * broadcast(unit); }
 
  private:
+  // From float16 to float32.
+  LOWBIT_INLINE static F widen(HalfWords half) {
+#if defined(LOWBIT_AVX512)
+    return _mm512_cvtph_ps(reinterpret_cast<__m256i>(half));
+#elif defined(LOWBIT_AVX2)
+    return _mm256_cvtph_ps(reinterpret_cast<__m128i>(half));
+#else
+    uint16_t stored[kLanes];
+    store_as(stored, half);
+    return load_f16(stored);
+#endif
+  }
   // The shift moves the magnitude and copies the sign, which stays in the highest bit.
   LOWBIT_INLINE HalfWords half_of_high_bytes(HalfWords codes) const {
     using Signed = int16_t __attribute__((vector_size(sizeof(HalfWords))));
