@@ -69,6 +69,13 @@ def test_matmul_of_large_matrices(target, format, turn):
         check_together([matmul_case(target, format, contract, span, *size)])  # alone, so that it has all threads
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_matmul_of_some_rows(target, format):
+    """More rows than are streamed and fewer than a panel is worth: several slabs, blocks that cross them, ragged ends."""
+    sizes = [((48, 1), 7, 600, 203), ((16, 1), 5, 300, 77), ((0, 1), 20, 515, 130), ((320, 1), 32, 700, 65)]
+    check_together(matmul_case(target, format, 0, spans, *size) for spans, *size in sizes)
+
+
 def test_matmul_of_odd_sizes(target):
     sizes = [(1, 1, 1), (1, 0, 5), (2, 3, 0), (0, 3, 4), (1, 2, 577), (1, 577, 2), (13, 17, 31)]
     cases = itertools.product(FORMATS, (0, 1), [(64, 1), (1, 64)], sizes)
