@@ -56,10 +56,10 @@ struct Shares {
 
   Shares(int64_t units, int64_t threads, int64_t least) {
     // A share may have sums of its own, which are added at the end.
-    least = threads == 1 ? units : max(max(least, ceil_div(units, 8 * threads)), ceil_div(units, kMost));
+    least = threads == 1 ? units : max(max(least, ceil_div(units, 4 * threads)), ceil_div(units, kMost));
     for (int64_t at = 0; at < units; ++count) {
       begins[count] = at;
-      at += min(max((units - at) / (2 * threads), least), units - at);
+      at += min(max((units - at) * 3 / (4 * threads), least), units - at);
     }
     begins[count] = units;
   }
