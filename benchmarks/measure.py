@@ -60,19 +60,27 @@ def kernels_digest() -> str:
 
 
 def machine() -> dict[str, Any]:
-    names = (
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    )
     packages = ("jax", "numpy", "onnxruntime", "openvino", "llama_cpp_python", "xllamacpp")
     versions = {name: metadata.version(name) for name in packages if _installed(name)}
     return {
-        "processor": next(names, platform.processor()),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "instruction set of lowbit": cpu.instruction_set(),
         "kernels": kernels_digest(),
         "python": platform.python_version(),
         **versions,
     }
+
+
+def processor() -> str:
+    """The name of the processor, which virtual machines shorten, and its family and model."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    of_first: dict[str, str] = {}
+    for key, _, value in lines:
+        of_first.setdefault(key.strip(), value.strip())
+    if "model name" not in of_first:
+        return platform.processor()
+    return f"{of_first['model name']} (family {of_first['cpu family']} model {of_first['model']})"
 
 
 def _installed(name: str) -> bool:
@@ -88,7 +96,8 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, columns: Sequence[str]):
         self.name, self.columns, self.rows = args.save, list(columns), []
-        self.command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+        settings = [f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LOWBIT_ISA") if name in os.environ]
+        self.command = shlex.join([*settings, "python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
         print(" | ".join(f"{name:>24}" if i == 2 else f"{name:>10}" for i, name in enumerate(columns)), flush=True)
 
     def row(self, *values: Any) -> None:

@@ -165,7 +165,7 @@ def imports(report: measure.Report, args: Any) -> None:
 
 def main() -> None:
     parser = measure.parser(__doc__)
-    parser.set_defaults(repeat=3)
+    parser.set_defaults(repeat=8)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--parts", default="chain,eager,models,imports", help="which parts to run")
     args = parser.parse_args()

@@ -12,7 +12,7 @@ namespace lowbit::LOWBIT_ISA {
 template <int kM>
 constexpr int kFastGroup = kM == 1 || kRegisters < 32 ? 8 : 16;
 constexpr int kFewSums = kRegisters < 32 ? 1 : 16;  // in registers
-constexpr int64_t kGroupsAhead = 32768;  // bytes to prefetch ahead, in whole groups
+constexpr int64_t kGroupsAhead = 32768;             // bytes to prefetch ahead, in whole groups
 
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
@@ -172,9 +172,8 @@ class FastRows {
       });
       each_constant<kM>([&](auto m) LOWBIT_INLINE_LAMBDA {
         const I xa = splat(q_[kRow / 4][m.value]), xb = splat(q_[kRow / 4 + 1][m.value]);
-        each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA {
-          add_two<D>(sums[m.value][v.value], a[v.value], xa, b[v.value], xb);
-        });
+        each_constant<kWidth>(
+            [&](auto v) LOWBIT_INLINE_LAMBDA { add_two<D>(sums[m.value][v.value], a[v.value], xa, b[v.value], xb); });
       });
     });
     each_pair<kM, kWidth>([&](auto m, auto v) LOWBIT_INLINE_LAMBDA {
@@ -182,7 +181,7 @@ class FastRows {
     });
   }
 
-  const uint8_t* rows_[kRows];            // the last ones may be repeated, with x = 0
+  const uint8_t* rows_[kRows];  // the last ones may be repeated, with x = 0
   int8_t q_[kRows / 4][kM][4] = {};
 };
 
