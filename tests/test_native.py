@@ -71,7 +71,7 @@ def test_matmul_of_large_matrices(target, format, turn):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_matmul_of_some_rows(target, format):
-    """More rows than are streamed and fewer than a panel is worth: several slabs, blocks that cross them, ragged ends."""
+    """More rows than are streamed, and fewer than a panel is worth: several slabs, blocks across them, ragged ends."""
     sizes = [((48, 1), 7, 600, 203), ((16, 1), 5, 300, 77), ((0, 1), 20, 515, 130), ((320, 1), 32, 700, 65)]
     check_together(matmul_case(target, format, 0, spans, *size) for spans, *size in sizes)
 
@@ -303,11 +303,15 @@ def test_fast_matmul_is_its_definition(target, format):
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 8])
 def test_fast_matmul_of_few_rows(target, rows):
-    """Whole lines of columns and a rest, spans that end within the rows read at a time, scales that are codes."""
+    """Whole lines of columns and a rest, spans that end within the rows read at a time, scales that are codes.
+
+    With 4,096 columns the sums of several threads are added by several threads, too.
+    """
     check_together(
         [
             *(fast_case(target, format, 0, span, rows, 200, 333) for format in FORMATS for span in (0, 32)),
             *(fast_case(target, "q4", 0, 32, rows, 200, 333, scale=f"signed8{of}") for of in ("", " rows", " columns")),
+            *(fast_case(target, format, 0, 32, rows, 256, 4096) for format in ("q4", "int8")),
         ]
     )
 
