@@ -4,7 +4,8 @@ python benchmarks/stream.py [--gigabytes 4] [--folder DIR] [--formats nf4,int8] 
 
 - `tensors`: many of 8 million weights, one, or one whose scales are along its columns (as for a JAX kernel).
 - `disk`: the bytes of the source over the seconds to read them, not cached, and to write those of the result, with or
-  without the page cache, whichever is faster.
+  without the page cache, whichever is faster. int8 with scales along columns needs the largest magnitude of a column
+  before it can encode it, so the source is read twice, here too.
 - `encode`: throughput of quantizing arrays of the size of a chunk that are already in memory.
 - `stream`: throughput of the whole conversion, from the opened source to the finished result.
 - `share`: of the slower of disk and encode, which bounds the conversion.
@@ -103,9 +104,10 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def disk(path: Path, result: int, folder: Path) -> float:
+def disk(path: Path, passes: int, result: int, folder: Path) -> float:
     """Seconds to read a file and then to write another: without the page cache, or with it if that is faster."""
-    return min(read(path, flags) for flags in WAYS) + min(write(folder / "disk", result, flags) for flags in WAYS)
+    reading = passes * min(read(path, flags) for flags in WAYS)
+    return reading + min(write(folder / "disk", result, flags) for flags in WAYS)
 
 
 def read(path: Path, flags: int) -> float:
@@ -175,8 +177,9 @@ def main() -> None:
                 taken, printed = run(COMMAND, "quantize", source, target, "--format", format, "--force")
                 peak, result = printed["peak"] * 1024, target.stat().st_size
                 best_disk = best = cores = math.inf
+                passes = 2 if (tensors, format) == ("columns", "int8") else 1
                 for _ in range(args.runs):
-                    best_disk = min(best_disk, disk(source, result, folder))
+                    best_disk = min(best_disk, disk(source, passes, result, folder))
                     forget(source)
                     target.unlink()
                     _, printed = run(TIMED, source, target, format)
