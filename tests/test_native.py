@@ -305,7 +305,7 @@ def test_fast_matmul_is_its_definition(target, format):
 def test_fast_matmul_of_few_rows(target, rows):
     """Whole lines of columns and a rest, spans that end within the rows read at a time, scales that are codes.
 
-    With 4,096 columns the sums of several threads are added by several threads, too.
+    With 4,096 columns the rows are divided over threads, each with sums of its own.
     """
     check_together(
         [
