@@ -8,7 +8,11 @@ namespace lowbit::LOWBIT_ISA {
 
 #if defined(LOWBIT_DOTS)
 
-constexpr int64_t kFastGroup = 8;  // stored rows that are interleaved at a time
+// Stored rows that are multiplied at a time: with several rows of x, there are as many more loads and stores of sums.
+template <int kM>
+constexpr int kFastGroup = kM == 1 || kRegisters < 32 ? 8 : 16;
+constexpr int kFewVectors = kRegisters < 32 ? 1 : 4;  // vectors of columns whose sums are in registers at a time
+constexpr int64_t kRowsAhead = 16;                    // stored rows to prefetch ahead
 
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
@@ -48,28 +52,28 @@ struct FastSums {
 template <typename D>
 constexpr bool kSeeded = D::kSmall || !kSignedDots;
 
-// sum += the i-th codes of the bytes times x
+// The levels of the i-th codes as bytes.
 template <int i, typename D>
-LOWBIT_INLINE void add_code(const D& decoder, I& sum, Bytes codes, I x) {
+LOWBIT_INLINE Bytes level_bytes(const D& decoder, Bytes codes) {
   if constexpr (kSeeded<D>) {
-    add_dots<D::kSmall>(sum, decoder.template bytes<i>(codes), x);
+    return decoder.template bytes<i>(codes);
   } else {
-    add_dots<D::kSmall>(sum, decoder.template signed_bytes<i>(codes), x);
+    return decoder.template signed_bytes<i>(codes);
   }
 }
 
-// The same for two bytes and two x: products of small levels are added in 16 bits.
-template <int i, typename D>
-LOWBIT_INLINE void add_two(const D& decoder, I& sum, Bytes a, I xa, Bytes b, I xb) {
+// sum += a * xa + b * xb, for levels as bytes: products of small ones are added in 16 bits.
+template <typename D>
+LOWBIT_INLINE void add_two(I& sum, Bytes a, I xa, Bytes b, I xb) {
 #if defined(LOWBIT_AVX2)
   if constexpr (D::kSmall) {
-    const Words words = small_dots(decoder.template bytes<i>(a), xa) + small_dots(decoder.template bytes<i>(b), xb);
+    const Words words = small_dots(a, xa) + small_dots(b, xb);
     add_pair_dots(sum, reinterpret_cast<Bytes>(words), I{} + 0x00010001);
     return;
   }
 #endif
-  add_code<i>(decoder, sum, a, xa);
-  add_code<i>(decoder, sum, b, xb);
+  add_dots<D::kSmall>(sum, a, xa);
+  add_dots<D::kSmall>(sum, b, xb);
 }
 
 template <bool kFirst>
@@ -84,44 +88,52 @@ LOWBIT_INLINE void put_sum(I sum, const FastSums& to, int m, int64_t at) {
   store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
 }
 
-// Loads four rows and four more, and interleaves each four.
-LOWBIT_INLINE void load_group(const uint8_t* const rows[kFastGroup], int64_t byte, Bytes v[kFastGroup]) {
-  for (int r = 0; r < kFastGroup; ++r) v[r] = load_as<Bytes>(rows[r] + byte);
-  interleave_rows<0, 4>(v, v);
-  interleave_rows<0, 4>(v + 4, v + 4);
-}
-
-// The i-th and later codes of kBytes of the rows `a` and `b`, times q (kM, kFastGroup), are added to the sums.
+// The i-th and later codes of the stored rows, kFewVectors times kBytes of each four, times q (kM, rows): added to the
+// sums. Loops that the compiler unrolls: functions for each pair of a row and a vector take sanitizers ten minutes.
 template <int kM, bool kFirst, bool kLast, int i = 0, typename D>
-LOWBIT_INLINE void add_codes(const D& decoder, Bytes a, Bytes b, const int8_t* q, const FastSums& to, int64_t at) {
+LOWBIT_INLINE void add_codes(const D& decoder, const Bytes* codes, const int8_t* q, const FastSums& to, int64_t at) {
   if constexpr (i < D::kPerByte) {
-    for (int m = 0; m < kM; ++m, at += to.width, q += kFastGroup) {
-      I sum = first_sum<kFirst>(to, m, at);
-      add_two<i>(decoder, sum, a, splat(q), b, splat(q + 4));
-      put_sum<kLast>(sum, to, m, at);
+    constexpr int kRows = kFastGroup<kM>, kStep = kLanes * D::kPerByte;
+    I sums[kM][kFewVectors];
+    for (int m = 0; m < kM; ++m) {
+      for (int v = 0; v < kFewVectors; ++v) sums[m][v] = first_sum<kFirst>(to, m, at + m * to.width + v * kStep);
     }
-    at -= kM * to.width;
-    add_codes<kM, kFirst, kLast, i + 1>(decoder, a, b, q - kM * kFastGroup, to, at + kLanes);
+    for (int r = 0; r < kRows; r += 8) {
+      Bytes a[kFewVectors], b[kFewVectors];
+      for (int v = 0; v < kFewVectors; ++v) {
+        a[v] = level_bytes<i>(decoder, codes[r + v]);
+        b[v] = level_bytes<i>(decoder, codes[r + 4 + v]);
+      }
+      for (int m = 0; m < kM; ++m) {
+        const I xa = splat(q + m * kRows + r), xb = splat(q + m * kRows + r + 4);
+        for (int v = 0; v < kFewVectors; ++v) add_two<D>(sums[m][v], a[v], xa, b[v], xb);
+      }
+    }
+    for (int m = 0; m < kM; ++m) {
+      for (int v = 0; v < kFewVectors; ++v) put_sum<kLast>(sums[m][v], to, m, at + m * to.width + v * kStep);
+    }
+    add_codes<kM, kFirst, kLast, i + 1>(decoder, codes, q, to, at + kLanes);
   }
 }
 
-// Adds kFastGroup stored rows times q (kM, kFastGroup), kBytes of each row at a time. The last rows may be repeated,
-// with q = 0.
+// Adds the stored rows times q (kM, rows), kBytes of each row at a time. The last rows may be repeated, with q = 0.
 template <int kM, bool kFirst, bool kLast, typename D>
-__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[kFastGroup], int64_t parts,
+__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[], int64_t parts,
                                              const uint8_t* next, const int8_t* from, const FastSums& where) {
+  constexpr int kRows = kFastGroup<kM>;
   const D decoder = shared;
   const FastSums to = where;  // copies that the stores cannot alias
-  int8_t q[kM * kFastGroup];
+  int8_t q[kM * kRows];
   memcpy(q, from, sizeof(q));
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t byte = part * kBytes, at = part * 4 * kLanes * D::kPerByte;
     // A later group, in the order of its addresses: memory is fastest so.
-    for (int r = 0; byte % 64 == 0 && r < kFastGroup; ++r) prefetch_far(next + byte * kFastGroup + 64 * r);
-    Bytes v[kFastGroup];
-    load_group(rows, byte, v);
-    for (int j = 0; j < 4; ++j) {
-      add_codes<kM, kFirst, kLast>(decoder, v[j], v[4 + j], q, to, at + j * kLanes * D::kPerByte);
+    for (int r = 0; byte % 64 == 0 && r < kRows; ++r) prefetch_far(next + byte * kRows + 64 * r);
+    Bytes codes[kRows];
+    for (int r = 0; r < kRows; ++r) codes[r] = load_as<Bytes>(rows[r] + byte);
+    for (int r = 0; r < kRows; r += 4) interleave_rows<0, 4>(codes + r, codes + r);
+    for (int v = 0; v < 4; v += kFewVectors) {
+      add_codes<kM, kFirst, kLast>(decoder, codes + v, q, to, at + v * kLanes * D::kPerByte);
     }
   }
 }
@@ -129,12 +141,13 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
 // A group of stored rows, and x for them.
 template <int kM, typename D>
 struct FastRows {
-  const uint8_t* rows[kFastGroup];
-  int8_t q[kM][kFastGroup] = {};  // zeros for missing rows
+  static constexpr int kRows = kFastGroup<kM>;
+  const uint8_t* rows[kRows];
+  int8_t q[kM][kRows] = {};  // zeros for missing rows
 
   FastRows(const FewRows& x, int64_t row, int64_t count, const uint8_t* first, int64_t row_bytes) {
     for (int m = 0; m < kM; ++m) memcpy(q[m], x.q + m * x.step + row, static_cast<size_t>(count));
-    for (int64_t r = 0; r < kFastGroup; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
+    for (int64_t r = 0; r < kRows; ++r) rows[r] = first + min(r, count - 1) * row_bytes;
   }
 
   // `may_read`: bytes past the end of the rows can be read, since other rows follow.
@@ -142,11 +155,11 @@ struct FastRows {
     auto run = last ? add_fast_rows<kM, false, true, D> : add_fast_rows<kM, false, false, D>;
     if (first) run = last ? add_fast_rows<kM, true, true, D> : add_fast_rows<kM, true, false, D>;
     const int64_t parts = (may_read ? bytes + kBytes - 1 : bytes) / kBytes, rest = bytes - parts * kBytes;
-    run(decoder, rows, parts, rows[0] + 2 * kFastGroup * bytes, q[0], to);
+    run(decoder, rows, parts, rows[0] + kRowsAhead * bytes, q[0], to);
     if (rest <= 0) return;
     // The last bytes of the rows, copied so that kBytes can be read.
-    uint8_t ends[kFastGroup][kBytes] = {};
-    for (int64_t r = 0; r < kFastGroup; ++r) {
+    uint8_t ends[kRows][kBytes] = {};
+    for (int64_t r = 0; r < kRows; ++r) {
       memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
       rows[r] = ends[r];
     }
@@ -163,7 +176,7 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
   const int64_t width = sums_width(kM, tiles * kColumns);
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
   float* scales = buffer<float>(Scratch::task_scales, width);
-  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup * row_bytes : 1);
+  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup<kM> * row_bytes : 1);
   if (partial == nullptr || scales == nullptr || codes == nullptr) return false;
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
@@ -177,8 +190,8 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
     for (int m = 0; kSeeded<D> && m < kM; ++m) {
       for (int64_t r = block; r < block_end; ++r) seeds[m] -= decoder.offset() * x.q[m * x.step + r];
     }
-    for (int64_t row = block; row < block_end; row += kFastGroup) {
-      const int64_t count = min(kFastGroup, block_end - row), after = row + count;
+    for (int64_t row = block; row < block_end; row += kFastGroup<kM>) {
+      const int64_t count = min(kFastGroup<kM>, block_end - row), after = row + count;
       if (tiling.blocked) w.prefetch_scales(block / w.w.row_span + 1, row - block, after - block, w.w.row_span);
       FastRows<kM, D> rows(x, row, count, w.rows<D>(row, count, codes), row_bytes);
       // kBytes from the last byte of a row on are in the rows that follow.
@@ -196,7 +209,7 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
   const int64_t width = sums_width(p.m, tiling.tiles * tiling.columns), size = p.m * width,
                 unit = tiling.blocked ? tiling.span : 64;
   const Shares shares(ceil_div(p.k, unit), parallel.threads(), ceil_div(kShareWork, unit * p.n));
-  float* sums = buffer<float>(Scratch::call_sums, shares.count * size + width + p.n);
+  float* sums = buffer<float>(Scratch::call_sums, (shares.count + 1) * size + p.n);
   if (sums == nullptr) return false;
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
@@ -207,19 +220,24 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
     });
   });
   if (!enough_memory) return false;
-  float *ordered = sums + shares.count * size, *held = ordered + width;
+  float* held = sums + (shares.count + 1) * size;
   const float* scales = tiling.blocked ? nullptr : w.scales(0, 0, p.n, held);
   if (tiling.blocked && scales_later<D>(w, false)) {
     w.factors(false, 0, p.n, held);
     scales = held;
   }
-  for (int64_t m = 0; m < p.m; ++m) {
-    float* row = sums + m * width;
+  const auto add = [&](int64_t m) {
+    float *row = sums + m * width, *ordered = row + shares.count * size;
     for (int64_t t = 1; t < shares.count; ++t) {
       for (int64_t at = 0; at < width; at += kLanes) store(row + at, load(row + at) + load(row + t * size + at));
     }
     in_column_order<D>(row, tiling.tiles * tiling.columns, ordered);
     for (int64_t n = 0; n < p.n; ++n) y[m * p.n + n] = scales == nullptr ? ordered[n] : ordered[n] * scales[n];
+  };
+  if (size * shares.count < kShareWork) {
+    for (int64_t m = 0; m < p.m; ++m) add(m);
+  } else {
+    parallel.each(p.m, add);
   }
   return true;
 }
@@ -228,7 +246,7 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
 template <int i = 0, typename D>
 LOWBIT_INLINE void add_chunk(const D& decoder, I& sum, Bytes codes, const int8_t* x) {
   if constexpr (i < D::kPerByte) {
-    add_code<i>(decoder, sum, codes, load_as<I>(x + i * kBytes));
+    add_dots<D::kSmall>(sum, level_bytes<i>(decoder, codes), load_as<I>(x + i * kBytes));
     add_chunk<i + 1>(decoder, sum, codes, x);
   }
 }
