@@ -254,6 +254,13 @@ LOWBIT_INLINE void add_dots(I& sums, Bytes w, I x) {
 LOWBIT_INLINE Words small_dots(Bytes a, I b) {
   return reinterpret_cast<Words>(_mm256_maddubs_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 }
+// sums += the same
+LOWBIT_INLINE void add_small_dots(Words& sums, Bytes a, I b) {
+  // As in add_pair_dots.
+  Words added = sums, products;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(added), "=&x"(products) : "x"(a), "x"(b));
+  sums = added;
+}
 
 #elif !defined(LOWBIT_NEON)
 

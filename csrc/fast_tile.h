@@ -13,6 +13,37 @@ constexpr bool kPrefetchBetween = kBytes == 64;
 // prefetched at once.
 constexpr int64_t kPrefetchBlocked = 32;
 
+#if defined(LOWBIT_AVX2)
+constexpr int kUnrolledFit = 4;
+
+// sums += panel * x over kGroups of four k, whose sums fit in 16 bits. Moves panel and x to the groups that follow.
+template <int kGroups, int kRows, int kWidth>
+LOWBIT_INLINE void add_fitting(I (&sums)[kRows][kWidth], const uint8_t*& panel, const uint8_t*& x) {
+  Words words[kRows][kWidth];
+  each_constant<kGroups>([&](auto g) LOWBIT_INLINE_LAMBDA {
+    Bytes w[kWidth];
+    each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA { w[v.value] = load_as<Bytes>(panel + v.value * kBytes); });
+    each_constant<kRows>([&](auto r) LOWBIT_INLINE_LAMBDA {
+      const I multiplier = splat(x + r.value * 4);
+      each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA {
+        Words& word = words[r.value][v.value];
+        if constexpr (g.value == 0) {
+          word = small_dots(w[v.value], multiplier);
+        } else {
+          add_small_dots(word, w[v.value], multiplier);
+        }
+      });
+    });
+    panel += kGroupBytes;
+    x += kRows * 4;
+  });
+  each_pair<kRows, kWidth>([&](auto r, auto v) LOWBIT_INLINE_LAMBDA {
+    const Bytes words_of = reinterpret_cast<Bytes>(words[r.value][v.value]);
+    add_pair_dots(sums[r.value][v.value], words_of, I{} + 0x00010001);
+  });
+}
+#endif
+
 // sums += panel * x over `groups` of four k; the sums of `fit` groups fit in 16 bits if kSmall. Calls beside(g) for
 // each group.
 template <int kRows, int kWidth, bool kSmall, typename Beside>
@@ -41,6 +72,18 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, 
 #else
 #if defined(LOWBIT_AVX2)
   if constexpr (kSmall) {
+    if (fit < 2 * kUnrolledFit) {
+      with_constant<kUnrolledFit>(fit, [&](auto most) LOWBIT_INLINE_LAMBDA {
+        int64_t left = groups;
+        for (; left >= most.value; left -= most.value) add_fitting<most.value>(sums, panel, x);
+        if constexpr (most.value > 1) {
+          if (left == 0) return;
+          with_constant<most.value - 1>(
+              left, [&](auto rest) LOWBIT_INLINE_LAMBDA { add_fitting<rest.value>(sums, panel, x); });
+        }
+      });
+      return;
+    }
     for (int64_t begin = 0; begin < groups; begin += fit) {
       Words words[kRows][kWidth] = {};
       for (int64_t g = begin; g < min(begin + fit, groups); ++g, panel += kGroupBytes, x += kRows * 4) {
