@@ -35,6 +35,14 @@ template <typename V>
 LOWBIT_INLINE void store_as(void* p, V a) {
   memcpy(p, &a, sizeof(a));
 }
+// GCC 12 would load the bytes again for each use.
+LOWBIT_INLINE Bytes load_once(const void* p) {
+  Bytes a = load_as<Bytes>(p);
+#if defined(LOWBIT_AVX2)
+  asm("" : "+x"(a));
+#endif
+  return a;
+}
 LOWBIT_INLINE I splat(const void* dword) { return I{} + load_as<int32_t>(dword); }
 
 // Bits cross into the adjacent byte; the caller masks them.

@@ -19,7 +19,7 @@ LOWBIT_INLINE void put_x(int8_t a, int8_t b, int8_t c, int8_t d, uint8_t* out) {
     const int8_t bytes[4] = {a, b, c, d};
     memcpy(out, bytes, 4);
   } else {
-    // In the panel, a mask extends the even bytes of a dword to words, a shift the odd ones.
+    // As put_bytes extends four levels to words.
     const int16_t words[4] = {a, c, b, d};
     memcpy(out, words, 8);
   }
@@ -77,7 +77,7 @@ void quantize_row(const D& decoder, const FastTiling& tiling, const float* x, in
 // Writes the row to `packed`: [slab][row tile][kGroup of k][row of tile].
 template <typename D>
 void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t rows, const int8_t* q, uint8_t* packed) {
-  constexpr int kSize = x_bytes(D::kSmall), kPer = D::kPerByte;
+  constexpr int kSize = 4 * value_bytes(D::kSmall), kPer = D::kPerByte;
   const int64_t tile = tiling.tile_of(m), begin = tiling.row_of(tile), tile_rows = tiling.height_of(tile),
                 groups = tiling.slab / 4;
   for (int64_t s = 0; s < tiling.slabs; ++s) {
@@ -98,14 +98,28 @@ void pack_row(const FastTiling& tiling, bool contract_last, int64_t m, int64_t r
   }
 }
 
-// ---- Weights to a panel: [group of vectors][kGroup of k][vector]. With pairs, a vector is two: 8 k of two columns
-// each.
+// ---- Weights to a panel: [group of vectors][kGroup of k][vector], or two of a vector's size for words. With pairs, a
+// vector is two: 8 k of two columns each.
 
-// Writes the i-th codes of the stored bytes to place(i).
+constexpr int64_t kVectorsBytes = kFastVectors * kBytes;
+// Bytes of a panel for four k.
+constexpr int64_t group_bytes(bool small) { return kVectorsBytes * value_bytes(small); }
+
+template <typename D>
+LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) {
+  return panel + vector / kFastVectors * (depth / 4) * group_bytes(D::kSmall) + vector % kFastVectors * kPair * kBytes;
+}
+
+// Writes the i-th codes of the stored bytes to place(i). Words of the even k of a dword come first, then those of the
+// odd ones.
 template <int i = 0, typename D, typename Place>
 LOWBIT_INLINE void put_bytes(const D& decoder, Bytes codes, const Place& place) {
   if constexpr (i < D::kPerByte) {
-    if constexpr (kOffsetInPanel<D>) {
+    if constexpr (value_bytes(D::kSmall) == 2) {
+      const Words levels = reinterpret_cast<Words>(decoder.template bytes<i>(codes));
+      store_as(place(i), levels & 255);
+      store_as(place(i) + kVectorsBytes, levels >> 8);
+    } else if constexpr (kOffsetInPanel<D>) {
       store_as(place(i), decoder.template bytes<i>(codes));
     } else {
       store_as(place(i), decoder.template signed_bytes<i>(codes));
@@ -113,18 +127,6 @@ LOWBIT_INLINE void put_bytes(const D& decoder, Bytes codes, const Place& place) 
     put_bytes<i + 1>(decoder, codes, place);
   }
 }
-
-constexpr int64_t kGroupBytes = kFastVectors * kBytes;  // bytes of a panel for four k
-
-LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) {
-  return panel + vector / kFastVectors * (depth / 4) * kGroupBytes + vector % kFastVectors * kPair * kBytes;
-}
-
-struct Nothing {
-  template <int, bool>
-  LOWBIT_INLINE void in_group(int64_t) {}
-  LOWBIT_INLINE void in_span() {}
-};
 
 // From 4 columns with 4 k each in a, and 4 more k in b, to 2 columns with 8 k each.
 LOWBIT_INLINE void pair_columns(Bytes& a, Bytes& b) {
@@ -144,7 +146,7 @@ LOWBIT_INLINE void put_rows(const D& decoder, const uint8_t* const rows[kGroup],
       const int first = (part * 4 + j) * D::kPerByte;
       if constexpr (kPair == 2) pair_columns(v[j], v[4 + j]);
       for (int h = 0; h < kPair; ++h) {
-        put_bytes(decoder, v[4 * h + j], [&](int i) { return vector_in(out, depth, first + i) + h * kBytes; });
+        put_bytes(decoder, v[4 * h + j], [&](int i) { return vector_in<D>(out, depth, first + i) + h * kBytes; });
       }
     }
   }
@@ -165,7 +167,7 @@ class NextPanel {
     step_ = w.w.row_bytes;
     out_ = panel;
     left_ = depth / 4;
-    later_ = left_ * kGroupBytes;
+    later_ = left_ * group_bytes(D::kSmall);
     return true;
   }
 
@@ -175,6 +177,7 @@ class NextPanel {
     if (g % (D::kPerByte * kFastVectors / kWidth) == 0) decode_some();
   }
   LOWBIT_INLINE void in_span() {}
+  LOWBIT_INLINE void in_tile() {}
 
   void finish() {
     while (left_ > 0) decode_some();
@@ -196,7 +199,7 @@ class NextPanel {
         return out_ + vector / kFastVectors * later_ + vector % kFastVectors * kBytes;
       });
     });
-    out_ += kGroupBytes;
+    out_ += group_bytes(D::kSmall);
     --left_;
   }
 
@@ -219,7 +222,7 @@ void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, i
     for (; r + kGroup <= min(depth, w.w.rows - k); r += kGroup, from += kGroup * step) {
       const uint8_t* rows[kGroup];
       for (int i = 0; i < kGroup; ++i) rows[i] = from + i * step;
-      put_rows(decoder, rows, depth, panel + r / 4 * kGroupBytes);
+      put_rows(decoder, rows, depth, panel + r / 4 * group_bytes(D::kSmall));
     }
   }
   // The last rows, a short tile, and joined codes are copied.
@@ -231,7 +234,7 @@ void panel_of_rows(const D& shared, const Matrix& w, int64_t k, int64_t depth, i
       const uint8_t* from = w.bytes<D>(min(k + r + i, w.w.rows - 1), byte, bytes, copies[i]);
       if (from != copies[i]) memcpy(copies[i], from, static_cast<size_t>(bytes));
     }
-    put_rows(decoder, rows, depth, panel + r / 4 * kGroupBytes);
+    put_rows(decoder, rows, depth, panel + r / 4 * group_bytes(D::kSmall));
   }
 }
 
@@ -241,13 +244,13 @@ LOWBIT_INLINE void put_dwords(const D& decoder, Bytes v[kLanes], int64_t count, 
   constexpr int kPer = D::kPerByte;
   if constexpr (kPair == 1) {
     for (int64_t i = 0; i < count; ++i) {
-      put_bytes(decoder, v[i], [&](int j) { return out + (i * kPer + j) * kGroupBytes; });
+      put_bytes(decoder, v[i], [&](int j) { return out + (i * kPer + j) * group_bytes(D::kSmall); });
     }
   } else {
     // Two vectors, or two codes of the same bytes.
     Bytes levels[kLanes * kPer];
     for (int i = 0; i < kLanes; ++i) put_bytes(decoder, v[i], [&](int j) { return levels + i * kPer + j; });
-    for (int64_t g = 0; g < count * kPer; g += 2, out += 2 * kGroupBytes) {
+    for (int64_t g = 0; g < count * kPer; g += 2, out += 2 * group_bytes(D::kSmall)) {
       pair_columns(levels[g], levels[g + 1]);
       store_as(out, levels[g]);
       store_as(out + kBytes, levels[g + 1]);
@@ -263,7 +266,7 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
   const int64_t byte = k / D::kPerByte, dwords = depth / kUnit;
   for (int64_t vector = 0; vector < kTileBytes / kLanes; ++vector) {
     const int64_t row = tile * kTileBytes + vector * kLanes;
-    uint8_t* out = vector_in(panel, depth, vector);
+    uint8_t* out = vector_in<D>(panel, depth, vector);
     for (int64_t d = 0; d < dwords; d += kLanes) {
       const int64_t bytes = min(kBytes, w.w.row_bytes - byte - 4 * d);
       Bytes v[kLanes];
@@ -279,7 +282,7 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
         }
       }
       transpose_dwords(v);
-      put_dwords(decoder, v, min(kLanes, dwords - d), out + d * D::kPerByte * kGroupBytes);
+      put_dwords(decoder, v, min(kLanes, dwords - d), out + d * D::kPerByte * group_bytes(D::kSmall));
     }
   }
 }

@@ -14,15 +14,13 @@ constexpr bool kPrefetchBetween = kBytes == 64;
 constexpr int64_t kPrefetchBlocked = 32;
 
 #if defined(LOWBIT_AVX2)
-constexpr int kUnrolledFit = 4;
-
 // sums += panel * x over kGroups of four k, whose sums fit in 16 bits. Moves panel and x to the groups that follow.
 template <int kGroups, int kRows, int kWidth>
 LOWBIT_INLINE void add_fitting(I (&sums)[kRows][kWidth], const uint8_t*& panel, const uint8_t*& x) {
   Words words[kRows][kWidth];
   each_constant<kGroups>([&](auto g) LOWBIT_INLINE_LAMBDA {
     Bytes w[kWidth];
-    each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA { w[v.value] = load_as<Bytes>(panel + v.value * kBytes); });
+    each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA { w[v.value] = load_once(panel + v.value * kBytes); });
     each_constant<kRows>([&](auto r) LOWBIT_INLINE_LAMBDA {
       const I multiplier = splat(x + r.value * 4);
       each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA {
@@ -34,7 +32,7 @@ LOWBIT_INLINE void add_fitting(I (&sums)[kRows][kWidth], const uint8_t*& panel, 
         }
       });
     });
-    panel += kGroupBytes;
+    panel += kVectorsBytes;
     x += kRows * 4;
   });
   each_pair<kRows, kWidth>([&](auto r, auto v) LOWBIT_INLINE_LAMBDA {
@@ -44,13 +42,13 @@ LOWBIT_INLINE void add_fitting(I (&sums)[kRows][kWidth], const uint8_t*& panel, 
 }
 #endif
 
-// sums += panel * x over `groups` of four k; the sums of `fit` groups fit in 16 bits if kSmall. Calls beside(g) for
-// each group.
-template <int kRows, int kWidth, bool kSmall, typename Beside>
+// sums += panel * x over `groups` of four k; the sums of `fit` groups fit in 16 bits if kSmall: kFit are unrolled if
+// that is not 0. Calls beside(g) for each group.
+template <bool kSmall, int kFit, int kRows, int kWidth, typename Beside>
 LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, const uint8_t* x, int64_t groups,
                                 [[maybe_unused]] int64_t fit, [[maybe_unused]] const Beside& beside) {
 #if defined(LOWBIT_NEON_I8MM)
-  for (int64_t g = 0; g < groups; g += kPair, panel += kPair * kGroupBytes, x += kPair * kRows * 4) {
+  for (int64_t g = 0; g < groups; g += kPair, panel += kPair * kVectorsBytes, x += kPair * kRows * 4) {
     Bytes multipliers[kRows / kPair];
     for (int r = 0; r < kRows / kPair; ++r) multipliers[r] = load_as<Bytes>(x + r * kBytes);
     for (int v = 0; v < kPair * kWidth; ++v) {
@@ -59,7 +57,7 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, 
     }
   }
 #elif defined(LOWBIT_TILE_DOTS)
-  for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes, x += kRows * 4) {
+  for (int64_t g = 0; g < groups; ++g, panel += kVectorsBytes, x += kRows * 4) {
     beside(g);
     Bytes w[kWidth];
     each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA { w[v.value] = load_as<Bytes>(panel + v.value * kBytes); });
@@ -72,21 +70,20 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, 
 #else
 #if defined(LOWBIT_AVX2)
   if constexpr (kSmall) {
-    if (fit < 2 * kUnrolledFit) {
-      with_constant<kUnrolledFit>(fit, [&](auto most) LOWBIT_INLINE_LAMBDA {
-        int64_t left = groups;
-        for (; left >= most.value; left -= most.value) add_fitting<most.value>(sums, panel, x);
-        if constexpr (most.value > 1) {
-          if (left == 0) return;
-          with_constant<most.value - 1>(
-              left, [&](auto rest) LOWBIT_INLINE_LAMBDA { add_fitting<rest.value>(sums, panel, x); });
-        }
-      });
+    if constexpr (kFit > 0) {
+      for (; groups >= kFit; groups -= kFit) add_fitting<kFit>(sums, panel, x);
+      if constexpr (kFit > 4) {
+        if ((groups & 4) != 0) add_fitting<4>(sums, panel, x);
+      }
+      if constexpr (kFit > 2) {
+        if ((groups & 2) != 0) add_fitting<2>(sums, panel, x);
+      }
+      if ((groups & 1) != 0) add_fitting<1>(sums, panel, x);
       return;
     }
     for (int64_t begin = 0; begin < groups; begin += fit) {
       Words words[kRows][kWidth] = {};
-      for (int64_t g = begin; g < min(begin + fit, groups); ++g, panel += kGroupBytes, x += kRows * 4) {
+      for (int64_t g = begin; g < min(begin + fit, groups); ++g, panel += kVectorsBytes, x += kRows * 4) {
         Bytes w[kWidth];
         for (int v = 0; v < kWidth; ++v) w[v] = load_as<Bytes>(panel + v * kBytes);
         for (int r = 0; r < kRows; ++r) {
@@ -103,27 +100,28 @@ LOWBIT_INLINE void add_products(I (&sums)[kRows][kWidth], const uint8_t* panel, 
     return;
   }
 #endif
-  for (int64_t g = 0; g < groups; ++g, panel += kGroupBytes, x += kRows * 8) {
-    for (int half = 0; half < 2; ++half) {
+  for (int64_t g = 0; g < groups; ++g, x += kRows * 8) {
+    each_constant<2>([&](auto half) LOWBIT_INLINE_LAMBDA {
       Bytes w[kWidth];
-      for (int v = 0; v < kWidth; ++v) {
-        const Words words = load_as<Words>(panel + v * kBytes);
-        w[v] = reinterpret_cast<Bytes>(half == 0 ? words & 255 : words >> 8);
-      }
-      for (int r = 0; r < kRows; ++r) {
-        const I multiplier = splat(x + r * 8 + half * 4);
-        for (int v = 0; v < kWidth; ++v) add_pair_dots(sums[r][v], w[v], multiplier);
-      }
-    }
+      each_constant<kWidth>([&](auto v) LOWBIT_INLINE_LAMBDA { w[v.value] = load_once(panel + v.value * kBytes); });
+      each_constant<kRows>([&](auto r) LOWBIT_INLINE_LAMBDA {
+        const I multiplier = splat(x + r.value * 8 + half.value * 4);
+        each_constant<kWidth>(
+            [&](auto v) LOWBIT_INLINE_LAMBDA { add_pair_dots(sums[r.value][v.value], w[v.value], multiplier); });
+      });
+      panel += kVectorsBytes;
+    });
   }
 #endif
 }
 
-// The part of a slab that a tile multiplies. If blocked, span b of it has the seeds of its rows at b * seed_step, and
-// the scales of its columns at b * scale_step.
-struct FastTile {
+// The part of a slab that tiles of rows of x multiply. If blocked, span b of it has the seeds of its rows at b *
+// seed_step, and the scales of its columns at b * scale_step.
+struct FastTiles {
+  int64_t count;  // tiles of rows of x: a call for each of them takes a tenth of the time
   const uint8_t* panel;
   const uint8_t* x;
+  int64_t x_step;               // bytes to the next tile
   int64_t groups, span_groups;  // of four k: in all spans, and in each but the last
   int64_t fit;
   bool first;             // the first slab
@@ -134,33 +132,36 @@ struct FastTile {
   void* sums;  // [row][kFastColumns] int32, or float if blocked
 };
 
-// Sums of a whole row, as integers; `Beside` is Nothing, NextSlab or a NextPanel. Not inlined: in a large function, GCC
-// 12 keeps the sums in memory.
+// Sums of a whole row, as integers; `Beside` is EachTile, NextSlab or a NextPanel. Not inlined: in a large function,
+// GCC 12 keeps the sums in memory.
 template <int kRows, bool kSmall, typename Beside>
-__attribute__((noinline)) void whole_tile(const FastTile& tile, Beside& shared) {
-  const FastTile t = tile;  // copies that the stores cannot alias
+__attribute__((noinline)) void whole_tiles(const FastTiles& tiles, Beside& shared) {
+  FastTiles t = tiles;  // copies that the stores cannot alias
   Beside beside = shared;
   int32_t* whole = static_cast<int32_t*>(t.sums);
-  I sums[kRows][kFastVectors];
-  each_pair<kRows, kFastVectors>([&](auto r, auto v) LOWBIT_INLINE_LAMBDA {
-    const int32_t* from = whole + r.value * kFastColumns + v.value * kLanes;
-    sums[r.value][v.value] = t.first ? seeds_of(t.seeds, r.value) : load_as<I>(from);
-  });
-  add_products<kRows, kFastVectors, kSmall>(sums, t.panel, t.x, t.groups, t.fit, [&](int64_t g) LOWBIT_INLINE_LAMBDA {
-    beside.template in_group<kFastVectors, false>(g);
-  });
+  for (; t.count > 0; --t.count) {
+    beside.in_tile();
+    I sums[kRows][kFastVectors];
+    each_pair<kRows, kFastVectors>([&](auto r, auto v) LOWBIT_INLINE_LAMBDA {
+      const int32_t* from = whole + r.value * kFastColumns + v.value * kLanes;
+      sums[r.value][v.value] = t.first ? seeds_of(t.seeds, r.value) : load_as<I>(from);
+    });
+    add_products<kSmall, 0>(sums, t.panel, t.x, t.groups, t.fit,
+                            [&](int64_t g) LOWBIT_INLINE_LAMBDA { beside.template in_group<kFastVectors, false>(g); });
+    each_pair<kRows, kFastVectors>([&](auto r, auto v) LOWBIT_INLINE_LAMBDA {
+      store_as(whole + r.value * kFastColumns + v.value * kLanes, sums[r.value][v.value]);
+    });
+    t.x += t.x_step;
+    t.seeds += kRows;
+    whole += kRows * kFastColumns;
+  }
   shared = beside;
-  each_pair<kRows, kFastVectors>([&](auto r, auto v) LOWBIT_INLINE_LAMBDA {
-    store_as(whole + r.value * kFastColumns + v.value * kLanes, sums[r.value][v.value]);
-  });
 }
 
 // Sums of the spans of a slab, times the scales of their columns; the scales of the rows multiply the result. kWidth
 // vectors of columns from the v-th on: as many as leave the sums of a span, and those of the slab, in registers.
-template <int kRows, int kWidth, bool kSmall, typename Beside>
-__attribute__((noinline)) void blocked_tile(const FastTile& tile, int v, Beside& shared) {
-  FastTile t = tile;
-  Beside beside = shared;
+template <int kRows, int kWidth, bool kSmall, int kFit, typename Beside>
+LOWBIT_INLINE void blocked_tile(FastTiles t, int v, float* out, Beside& beside) {
   t.panel += v * kPair * kBytes;
   t.scales += v * kLanes;
   F total[kRows][kWidth];
@@ -174,28 +175,59 @@ __attribute__((noinline)) void blocked_tile(const FastTile& tile, int v, Beside&
     for (int r = 0; r < kRows; ++r) {
       for (int i = 0; i < kWidth; ++i) sums[r][i] = seeds_of(t.seeds, r);
     }
-    add_products<kRows, kWidth, kSmall>(sums, t.panel, t.x, groups, t.fit, [&](int64_t g) LOWBIT_INLINE_LAMBDA {
-      beside.template in_group<kWidth, true>(g);
-    });
+    add_products<kSmall, kFit>(sums, t.panel, t.x, groups, t.fit,
+                               [&](int64_t g) LOWBIT_INLINE_LAMBDA { beside.template in_group<kWidth, true>(g); });
     for (int i = 0; i < kWidth; ++i) {
       for (int r = 0; r < kRows; ++r) {
         total[r][i] = fma(to_float(sums[r][i]), column_scales(t.scales + i * kLanes, r), total[r][i]);
       }
     }
     t.groups -= groups;
-    t.panel += groups * kGroupBytes;
-    t.x += groups * kRows * x_bytes(kSmall);
+    t.panel += groups * group_bytes(kSmall);
+    t.x += groups * kRows * 4 * value_bytes(kSmall);
     t.seeds += t.seed_step;
     t.scales += t.scale_step;
   }
-  shared = beside;
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kWidth; ++i) {
-      float* out = static_cast<float*>(t.sums) + r * kFastColumns + (v + i) * kLanes;
+      float* at = out + r * kFastColumns + (v + i) * kLanes;
       const F scale = row_scales(t.x_scales, r);
-      store(out, t.first ? total[r][i] * scale : fma(total[r][i], scale, load(out)));
+      store(at, t.first ? total[r][i] * scale : fma(total[r][i], scale, load(at)));
     }
   }
+}
+
+template <int kRows, bool kSmall, int kFit, typename Beside>
+__attribute__((noinline)) void blocked_tiles(const FastTiles& tiles, Beside& shared) {
+  FastTiles t = tiles;
+  Beside beside = shared;
+  float* out = static_cast<float*>(t.sums);
+  for (; t.count > 0; --t.count) {
+    beside.in_tile();
+    for (int v = 0; v < kFastVectors; v += kBlockedVectors) {
+      blocked_tile<kRows, kBlockedVectors, kSmall, kFit>(t, v, out, beside);
+    }
+    t.x += t.x_step;
+    t.seeds += kRows;
+    t.x_scales += kRows;
+    out += kRows * kFastColumns;
+  }
+  shared = beside;
+}
+
+// Multiplies tiles of kRows rows of x.
+template <int kRows, bool kBlocked, bool kSmall, typename Beside>
+LOWBIT_INLINE void multiply_tiles(const FastTiles& tiles, Beside& beside) {
+  if constexpr (!kBlocked) return whole_tiles<kRows, kSmall>(tiles, beside);
+#if defined(LOWBIT_AVX2)
+  if constexpr (kBlocked && kSmall) {
+    if (tiles.fit >= 8) return blocked_tiles<kRows, kSmall, 8>(tiles, beside);
+    if (tiles.fit >= 4) return blocked_tiles<kRows, kSmall, 4>(tiles, beside);
+    if (tiles.fit == 3) return blocked_tiles<kRows, kSmall, 3>(tiles, beside);
+    return blocked_tiles<kRows, kSmall, 2>(tiles, beside);
+  }
+#endif
+  if constexpr (kBlocked) blocked_tiles<kRows, kSmall, 0>(tiles, beside);
 }
 
 // ---- Tiles of columns
@@ -240,31 +272,19 @@ void store_tiles(const Matmul& p, const FastTiling& tiling, const Matrix& w, con
   }
 }
 
-// Multiplies a tile of kRows rows of x.
-template <int kRows, bool kBlocked, bool kSmall, typename Beside>
-LOWBIT_INLINE void multiply_tile(const FastTile& tile, Beside& beside) {
-  if constexpr (kBlocked) {
-    for (int v = 0; v < kFastVectors; v += kBlockedVectors) {
-      blocked_tile<kRows, kBlockedVectors, kSmall>(tile, v, beside);
-    }
-  } else {
-    whole_tile<kRows, kSmall>(tile, beside);
-  }
-}
-
 // Computes the tiles [begin, end) of the columns of one product.
 template <bool kBlocked, typename D>
 bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x,
                 int64_t batch, int64_t begin, int64_t end) {
   const int64_t columns = tiling.columns, rows = tiling.rows, spans = kBlocked ? tiling.slab / tiling.span : 1,
-                panel_bytes = tiling.slab * columns;
+                panel_bytes = tiling.slab * columns * value_bytes(D::kSmall);
   uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::task_panel, static_cast<size_t>(2 * panel_bytes)));
   float* scales = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(spans * columns) * 4));
   float* sums =
       static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>((end - begin) * columns * tiling.rows) * 4));
   if (panel == nullptr || scales == nullptr || sums == nullptr) return false;
   constexpr bool kSmall = D::kSmall;
-  constexpr int kSize = x_bytes(kSmall), kRows = fast_rows(kSmall, kBlocked);
+  constexpr int kSize = 4 * value_bytes(kSmall), kRows = fast_rows(kSmall, kBlocked);
   const bool between = kPrefetchBetween && (!kBlocked || rows <= kPrefetchBlocked);
   uint8_t* other_panel = panel + panel_bytes;
   NextPanel<D> next_panel(decoder);
@@ -274,7 +294,7 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
     const int64_t k = slab * tiling.slab, depth = depth_at(k);
     NextSlab next_slab(w, k + depth, begin * kTileBytes, min(end * kTileBytes, w.w.row_bytes));
     // Tiles of rows with products that do nothing else.
-    const int64_t free_tiles = tiling.row_tiles() - (between && tiling.decodes_ahead() ? 1 : 0);
+    const int64_t free_tiles = tiling.row_tiles() - (between && tiling.decodes_ahead ? 1 : 0);
     const int64_t lines = p.contract_last ? 0 : ceil_div(depth, columns / kFastColumns * max(free_tiles, 1));
     const int64_t times = !between ? 1 : kBlocked ? kFastVectors / kBlockedVectors * spans : depth / 4;
     for (int64_t tile = begin; tile < end; ++tile) {
@@ -284,7 +304,7 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
         panel_of_rows(decoder, w, k, depth, tile, panel);
       }
       decoded = false;
-      if (tiling.decodes_ahead() && (tile + 1 < end || slab + 1 < tiling.slabs)) {
+      if (tiling.decodes_ahead && (tile + 1 < end || slab + 1 < tiling.slabs)) {
         const int64_t next_k = tile + 1 < end ? k : k + tiling.slab;
         decoded = next_panel.set(w, next_k, depth_at(next_k), tile + 1 < end ? tile + 1 : begin, other_panel);
       }
@@ -297,11 +317,14 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
         }
       }
       for (int64_t group = 0; group < columns / kFastColumns; ++group) {
-        for (int64_t row_tile = 0; row_tile < tiling.row_tiles(); ++row_tile) {
+        for (int64_t row_tile = 0, count; row_tile < tiling.row_tiles(); row_tile += count) {
           const int64_t m = tiling.row_of(row_tile), height = tiling.height_of(row_tile);
-          FastTile t;
-          t.panel = panel + group * (depth / 4) * kGroupBytes;
+          count = tiling.tiles_like(row_tile);
+          FastTiles t;
+          t.count = count;
+          t.panel = panel + group * (depth / 4) * group_bytes(kSmall);
           t.x = x.packed + (slab * rows + m) * (tiling.slab / 4) * kSize;
+          t.x_step = height * (tiling.slab / 4) * kSize;
           t.groups = depth / 4;
           t.span_groups = tiling.span / 4;
           t.fit = decoder.fit();
@@ -313,22 +336,21 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
           t.scale_step = columns;
           t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * rows + m) * kFastColumns;
           if constexpr (kAheadRows > 0) {
-            if (row_tile == 0 && tiling.decodes_ahead()) {
+            if (row_tile == 0 && tiling.decodes_ahead) {
               if (!between) next_slab.prefetch_all(lines);
-              multiply_tile<kAheadRows, kBlocked, kSmall>(t, next_panel);
+              multiply_tiles<kAheadRows, kBlocked, kSmall>(t, next_panel);
               continue;
             }
           }
-          next_slab.set(lines, times);
+          next_slab.set(lines * count, times * count);
           with_constant<kRows / kPair>(height / kPair, [&](auto pairs) {
             constexpr int kHeight = kPair * decltype(pairs)::value;
             if constexpr (kPrefetchBetween) {
-              if (between) return multiply_tile<kHeight, kBlocked, kSmall>(t, next_slab);
+              if (between) return multiply_tiles<kHeight, kBlocked, kSmall>(t, next_slab);
             }
             if constexpr (!kPrefetchBetween || kBlocked) {
-              next_slab.prefetch_all(lines);
-              Nothing nothing;
-              multiply_tile<kHeight, kBlocked, kSmall>(t, nothing);
+              EachTile each_tile{&next_slab};
+              multiply_tiles<kHeight, kBlocked, kSmall>(t, each_tile);
             }
           });
         }

@@ -11,8 +11,8 @@ constexpr int64_t kShared = 256;      // of k that share a scale of x, if spans 
 constexpr int64_t kMostSpans = 32;    // in a slab: of 16 or more, in at most 512
 constexpr int64_t kTileBytes = 64;    // of each stored row in a tile of columns: a line of the cache
 
-// The register tile, the bytes that four values of x take, the number of rows of x that need no panel, and the height
-// of the first tile of rows, which leaves registers to decode the next panel (0: no such tile).
+// The register tile, the bytes that a value of x and a level of the panel take, the number of rows of x that need no
+// panel, and the height of the first tile of rows, which leaves registers to decode the next panel (0: no such tile).
 #if defined(LOWBIT_NEON)
 constexpr int kFastVectors = 4, kBlockedVectors = 2;
 constexpr int kFewRows = 1, kAheadRows = 0;
@@ -21,22 +21,22 @@ constexpr int fast_rows(bool, bool) { return 6; }
 #else
 constexpr int fast_rows(bool, bool) { return 4; }  // products take registers, too
 #endif
-constexpr int x_bytes(bool) { return 4; }
+constexpr int value_bytes(bool) { return 1; }
 #elif defined(LOWBIT_AVX512)
 constexpr int kFastVectors = 4, kBlockedVectors = 2;
 constexpr int kFewRows = 4, kAheadRows = 4;
 constexpr int fast_rows(bool, bool) { return 6; }
-constexpr int x_bytes(bool) { return 4; }
+constexpr int value_bytes(bool) { return 1; }
 #elif defined(LOWBIT_AVX2)
 constexpr int kFastVectors = 2, kBlockedVectors = 2;
 constexpr int kFewRows = 4, kAheadRows = 0;
-constexpr int fast_rows(bool small, bool blocked) { return small && !blocked ? 6 : 4; }
-constexpr int x_bytes(bool small) { return small ? 4 : 8; }
+constexpr int fast_rows(bool small, bool blocked) { return !blocked ? 6 : small ? 2 : 4; }
+constexpr int value_bytes(bool small) { return small ? 1 : 2; }
 #else
 constexpr int kFastVectors = 2, kBlockedVectors = 2;
 constexpr int kAheadRows = 0;
 constexpr int fast_rows(bool, bool) { return 4; }
-constexpr int x_bytes(bool) { return 8; }
+constexpr int value_bytes(bool) { return 2; }
 #endif
 // The rows of x and the columns that one instruction multiplies, and how many k of each it adds up.
 #if defined(LOWBIT_NEON_I8MM)
@@ -66,12 +66,17 @@ struct FastTiling {
   int64_t tiles;                 // of all columns
   int64_t rows;                  // of x, with a row of zeros if the last one has no pair
   int64_t first_height, height;  // of the first tile of rows, and of the others but the last
+  bool decodes_ahead;            // the first tile of rows decodes the next panel
 
   int64_t row_tiles() const { return 1 + ceil_div(max(rows - first_height, 0), height); }
   int64_t row_of(int64_t tile) const { return tile == 0 ? 0 : first_height + (tile - 1) * height; }
   int64_t tile_of(int64_t row) const { return row < first_height ? 0 : 1 + (row - first_height) / height; }
   int64_t height_of(int64_t tile) const { return min(tile == 0 ? first_height : height, rows - row_of(tile)); }
-  bool decodes_ahead() const { return kAheadRows > 0 && first_height == kAheadRows; }
+  // How many tiles from this one on are of the same height, and follow each other.
+  int64_t tiles_like(int64_t tile) const {
+    if (tile == 0 && (decodes_ahead || first_height != height)) return 1;
+    return max(row_tiles() - tile - (height_of(row_tiles() - 1) == height ? 0 : 1), 1);
+  }
 };
 
 // Returns false if scales vary within an integer sum.
@@ -104,8 +109,12 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
   tiling.columns = p.contract_last ? kTileBytes : kTileBytes * D::kPerByte;
   tiling.tiles = ceil_div(p.n, tiling.columns);
   tiling.rows = round_up(p.m, kPair);
-  tiling.height = fast_rows(D::kSmall, tiling.blocked);
-  tiling.first_height = !p.contract_last && kAheadRows > 0 && tiling.rows >= kAheadRows ? kAheadRows : tiling.height;
+  // Tiles of about the same height.
+  tiling.decodes_ahead = !p.contract_last && kAheadRows > 0 && tiling.rows >= kAheadRows;
+  const int64_t rest = tiling.rows - (tiling.decodes_ahead ? kAheadRows : 0),
+                most = fast_rows(D::kSmall, tiling.blocked);
+  tiling.height = rest > 0 ? round_up(ceil_div(rest, ceil_div(rest, most)), kPair) : most;
+  tiling.first_height = tiling.decodes_ahead ? kAheadRows : tiling.height;
   return true;
 }
 

@@ -161,8 +161,8 @@ class NextSlab {
     if constexpr (!kBlocked) prefetch_some();
   }
   LOWBIT_INLINE void in_span() { prefetch_some(); }
+  LOWBIT_INLINE void in_tile() {}
 
- private:
   LOWBIT_INLINE void prefetch_some() {
     for (int64_t i = 0; i < some_ && left_ > 0; ++i, --left_) {
       prefetch_far(at_);
@@ -174,8 +174,18 @@ class NextSlab {
     }
   }
 
+ private:
   const uint8_t *at_, *row_end_;
   int64_t step_, back_, left_ = 0, some_ = 0;
+};
+
+// The same before each tile of rows.
+struct EachTile {
+  NextSlab* next;
+  template <int, bool>
+  LOWBIT_INLINE void in_group(int64_t) {}
+  LOWBIT_INLINE void in_span() {}
+  LOWBIT_INLINE void in_tile() { next->prefetch_some(); }
 };
 
 // Calls multiply(layer, x, y, parallel) for each matrix of the batch, with x and y in float32.

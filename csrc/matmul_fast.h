@@ -32,7 +32,7 @@ bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel)
   if (few_rows_fit<D>(p, tiling)) return matmul_few_rows(decoder, p, tiling, parallel);
 #endif
   const int64_t rows = tiling.rows, padded = tiling.slabs * tiling.slab,
-                x_size = rows * padded / 4 * x_bytes(D::kSmall);
+                x_size = rows * padded * value_bytes(D::kSmall);
   const int64_t x_scales = tiling.blocks * rows, x_seeds = tiling.spans * rows;
   uint8_t* packed = static_cast<uint8_t*>(scratch(Scratch::call_pack, static_cast<size_t>(p.batch * x_size)));
   float* scales =
