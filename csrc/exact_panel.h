@@ -7,13 +7,14 @@
 namespace lowbit::LOWBIT_ISA {
 
 constexpr int kTileLanes = kTileVectors * kLanes;
-constexpr int64_t kPanelDepth = 256;  // along k: more would take too long to decode again, fewer to add to y
+constexpr int64_t kPanelDepth = 512;  // along k: more would leave no room in L2, fewer add to y too often
 
 // Calls done(r, sums) with sums = sum over k of a[r * a_row + k * a_step] * b[k, :], for each r. Not inlined, so that
 // all sums stay in registers.
 template <int kRows, int kWidth, typename Done>
 __attribute__((noinline)) void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step,
-                                             const float* b, const Done& done) {
+                                             const float* b, const Done& shared) {
+  const Done done = shared;  // a copy that the stores cannot alias
   F acc[kRows][kWidth];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
@@ -43,6 +44,11 @@ struct ToRows {
 
   LOWBIT_INLINE void operator()(int r, F sums[kTileVectors]) const {
     for (int i = 0; i < kTileVectors; i += 2) kOrder(sums + i);
+    if (columns >= kTileVectors * kLanes) {
+      float* out = y + r * n;
+      for (int i = 0; i < kTileVectors; ++i, out += kLanes) store(out, first ? sums[i] : sums[i] + load(out));
+      return;
+    }
     for (int i = 0; i < kTileVectors && i * kLanes < columns; ++i) {
       float* out = y + r * n + i * kLanes;
       const int64_t left = columns - i * kLanes;

@@ -105,9 +105,16 @@ constexpr int64_t kVectorsBytes = kFastVectors * kBytes;
 // Bytes of a panel for four k.
 constexpr int64_t group_bytes(bool small) { return kVectorsBytes * value_bytes(small); }
 
+// Bytes of a panel for a group of vectors. All groups are written side by side, and L1 holds few lines that are a power
+// of two apart.
+template <typename D>
+constexpr int64_t panel_step(int64_t depth) {
+  return depth / 4 * group_bytes(D::kSmall) + 128;
+}
+
 template <typename D>
 LOWBIT_INLINE uint8_t* vector_in(uint8_t* panel, int64_t depth, int64_t vector) {
-  return panel + vector / kFastVectors * (depth / 4) * group_bytes(D::kSmall) + vector % kFastVectors * kPair * kBytes;
+  return panel + vector / kFastVectors * panel_step<D>(depth) + vector % kFastVectors * kPair * kBytes;
 }
 
 // Writes the i-th codes of the stored bytes to place(i). Words of the even k of a dword come first, then those of the
@@ -167,7 +174,7 @@ class NextPanel {
     step_ = w.w.row_bytes;
     out_ = panel;
     left_ = depth / 4;
-    later_ = left_ * group_bytes(D::kSmall);
+    later_ = panel_step<D>(depth);
     return true;
   }
 

@@ -277,7 +277,7 @@ template <bool kBlocked, typename D>
 bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FastX& x,
                 int64_t batch, int64_t begin, int64_t end) {
   const int64_t columns = tiling.columns, rows = tiling.rows, spans = kBlocked ? tiling.slab / tiling.span : 1,
-                panel_bytes = tiling.slab * columns * value_bytes(D::kSmall);
+                panel_bytes = columns / kFastColumns * panel_step<D>(tiling.slab);
   uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::task_panel, static_cast<size_t>(2 * panel_bytes)));
   float* scales = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(spans * columns) * 4));
   float* sums =
@@ -322,7 +322,7 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
           count = tiling.tiles_like(row_tile);
           FastTiles t;
           t.count = count;
-          t.panel = panel + group * (depth / 4) * group_bytes(kSmall);
+          t.panel = panel + group * panel_step<D>(depth);
           t.x = x.packed + (slab * rows + m) * (tiling.slab / 4) * kSize;
           t.x_step = height * (tiling.slab / 4) * kSize;
           t.groups = depth / 4;
