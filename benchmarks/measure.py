@@ -97,7 +97,11 @@ class Report:
     def __init__(self, args: argparse.Namespace, columns: Sequence[str]):
         self.name, self.columns, self.rows = args.save, list(columns), []
         settings = [f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LOWBIT_ISA") if name in os.environ]
-        self.command = shlex.join([*settings, "python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+        if "LOWBIT_WITHOUT_AVX512" in os.environ:  # benchmarks/avx2.py
+            settings = ["python", "benchmarks/avx2.py"]
+        else:
+            settings.append("python")
+        self.command = shlex.join([*settings, os.path.relpath(sys.argv[0]), *sys.argv[1:]])
         print(" | ".join(f"{name:>24}" if i == 2 else f"{name:>10}" for i, name in enumerate(columns)), flush=True)
 
     def row(self, *values: Any) -> None:
