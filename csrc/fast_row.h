@@ -9,8 +9,9 @@ namespace lowbit::LOWBIT_ISA {
 #if defined(LOWBIT_DOTS)
 
 // Stored rows that are multiplied at a time: with several rows of x, there are as many more loads and stores of sums.
-template <int kM>
-constexpr int kFastGroup = kM == 1 || kRegisters < 32 ? 8 : 16;
+// With few registers, wide levels need more of them.
+template <int kM, typename D>
+constexpr int kFastGroup = (kRegisters < 32 ? D::kSmall : kM > 1) ? 16 : 8;
 constexpr int kFewVectors = kRegisters < 32 ? 1 : 4;  // vectors of columns whose sums are in registers at a time
 constexpr int64_t kRowsAhead = 16;                    // stored rows to prefetch ahead
 
@@ -93,7 +94,7 @@ LOWBIT_INLINE void put_sum(I sum, const FastSums& to, int m, int64_t at) {
 template <int kM, bool kFirst, bool kLast, int i = 0, typename D>
 LOWBIT_INLINE void add_codes(const D& decoder, const Bytes* codes, const int8_t* q, const FastSums& to, int64_t at) {
   if constexpr (i < D::kPerByte) {
-    constexpr int kRows = kFastGroup<kM>, kStep = kLanes * D::kPerByte;
+    constexpr int kRows = kFastGroup<kM, D>, kStep = kLanes * D::kPerByte;
     I sums[kM][kFewVectors];
     for (int m = 0; m < kM; ++m) {
       for (int v = 0; v < kFewVectors; ++v) sums[m][v] = first_sum<kFirst>(to, m, at + m * to.width + v * kStep);
@@ -120,7 +121,7 @@ LOWBIT_INLINE void add_codes(const D& decoder, const Bytes* codes, const int8_t*
 template <int kM, bool kFirst, bool kLast, typename D>
 __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[], int64_t parts,
                                              const uint8_t* next, const int8_t* from, const FastSums& where) {
-  constexpr int kRows = kFastGroup<kM>;
+  constexpr int kRows = kFastGroup<kM, D>;
   const D decoder = shared;
   const FastSums to = where;  // copies that the stores cannot alias
   int8_t q[kM * kRows];
@@ -141,7 +142,7 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
 // A group of stored rows, and x for them.
 template <int kM, typename D>
 struct FastRows {
-  static constexpr int kRows = kFastGroup<kM>;
+  static constexpr int kRows = kFastGroup<kM, D>;
   const uint8_t* rows[kRows];
   int8_t q[kM][kRows] = {};  // zeros for missing rows
 
@@ -176,7 +177,7 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
   const int64_t width = sums_width(kM, tiles * kColumns);
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
   float* scales = buffer<float>(Scratch::task_scales, width);
-  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup<kM> * row_bytes : 1);
+  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup<kM, D> * row_bytes : 1);
   if (partial == nullptr || scales == nullptr || codes == nullptr) return false;
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
@@ -190,8 +191,8 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
     for (int m = 0; kSeeded<D> && m < kM; ++m) {
       for (int64_t r = block; r < block_end; ++r) seeds[m] -= decoder.offset() * x.q[m * x.step + r];
     }
-    for (int64_t row = block; row < block_end; row += kFastGroup<kM>) {
-      const int64_t count = min(kFastGroup<kM>, block_end - row), after = row + count;
+    for (int64_t row = block; row < block_end; row += kFastGroup<kM, D>) {
+      const int64_t count = min(kFastGroup<kM, D>, block_end - row), after = row + count;
       if (tiling.blocked) w.prefetch_scales(block / w.w.row_span + 1, row - block, after - block, w.w.row_span);
       FastRows<kM, D> rows(x, row, count, w.rows<D>(row, count, codes), row_bytes);
       // kBytes from the last byte of a row on are in the rows that follow.
