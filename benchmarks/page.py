@@ -76,6 +76,28 @@ def product_table(name: str, shape: str) -> str:
     return "\n".join(lines) + "\n\n" + origin(found)
 
 
+# The products of other libraries with weights of the same bits and activations of the same kind.
+PEERS = {
+    "q4 fast": ("onnxruntime 4-bit int8", "OpenVINO u4 int8"),
+    "q4 exact": ("OpenVINO u4 exact",),
+    "nf4 exact": ("OpenVINO nf4 exact",),
+    "int8 fast": ("onnxruntime int8 int8",),
+}
+
+
+def peers_table(name: str, shape: str) -> str:
+    """The speed of products relative to those of other libraries."""
+    table = speedups(load(name), shape)
+    rows = sorted({m for of_m in table.values() for m in of_m})
+    lines = ["| relative speed | " + " | ".join(f"M = {m}" for m in rows) + " |", "| --- " * (len(rows) + 1) + "|"]
+    for ours, others in PEERS.items():
+        for other in others:
+            if other in table:
+                cells = (f"{table[ours][m] / table[other][m]:.2f}" for m in rows)
+                lines.append(f"| {ours} / {other} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def plain_table(name: str) -> str:
     """All rows, labels before numbers, without empty columns."""
     found = load(name)
@@ -241,7 +263,7 @@ DRAWN = {
     "quality": lambda name: figures.drawn(load(name)["rows"]),
     "README": lambda name: figures.front(load(name)["rows"], load("language_model-avx512")),
 }
-SHAPED = {"products": product_table, "aot": aot_table}
+SHAPED = {"products": product_table, "peers": peers_table, "aot": aot_table}
 TABLES = {
     "table": plain_table,
     "convolutions": convolutions_table,

@@ -165,7 +165,7 @@ class NextSlab {
 
   LOWBIT_INLINE void prefetch_some() {
     for (int64_t i = 0; i < some_ && left_ > 0; ++i, --left_) {
-      prefetch_far(at_);
+      prefetch(at_);
       at_ += 64;
       if (at_ >= row_end_) {
         at_ += back_;
