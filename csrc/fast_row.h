@@ -13,7 +13,9 @@ namespace lowbit::LOWBIT_ISA {
 template <int kM, typename D>
 constexpr int kFastGroup = (kRegisters < 32 ? D::kSmall : kM > 1) ? 16 : 8;
 constexpr int kFewVectors = kRegisters < 32 ? 1 : 4;  // vectors of columns whose sums are in registers at a time
-constexpr int64_t kRowsAhead = 16;                    // stored rows to prefetch ahead
+// Stored rows to prefetch ahead.
+template <int kM, typename D>
+constexpr int64_t kRowsAhead = (kM == 1 ? 1 : 2) * kFastGroup<kM, D>;
 
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
@@ -128,8 +130,16 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
   memcpy(q, from, sizeof(q));
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t byte = part * kBytes, at = part * 4 * kLanes * D::kPerByte;
-    // A later group, in the order of its addresses: memory is fastest so.
-    for (int r = 0; byte % 64 == 0 && r < kRows; ++r) prefetch_far(next + byte * kRows + 64 * r);
+    // A later group, in the order of its addresses: memory is fastest so. With sums of several rows of x, groups of
+    // whole bytes are too large for L1.
+    for (int r = 0; byte % 64 == 0 && r < kRows; ++r) {
+      const uint8_t* line = next + byte * kRows + 64 * r;
+      if constexpr (kM == 1 || D::kPerByte > 1) {
+        prefetch(line);
+      } else {
+        prefetch_far(line);
+      }
+    }
     Bytes codes[kRows];
     for (int r = 0; r < kRows; ++r) codes[r] = load_as<Bytes>(rows[r] + byte);
     for (int r = 0; r < kRows; r += 4) interleave_rows<0, 4>(codes + r, codes + r);
@@ -156,7 +166,7 @@ struct FastRows {
     auto run = last ? add_fast_rows<kM, false, true, D> : add_fast_rows<kM, false, false, D>;
     if (first) run = last ? add_fast_rows<kM, true, true, D> : add_fast_rows<kM, true, false, D>;
     const int64_t parts = (may_read ? bytes + kBytes - 1 : bytes) / kBytes, rest = bytes - parts * kBytes;
-    run(decoder, rows, parts, rows[0] + kRowsAhead * bytes, q[0], to);
+    run(decoder, rows, parts, rows[0] + kRowsAhead<kM, D> * bytes, q[0], to);
     if (rest <= 0) return;
     // The last bytes of the rows, copied so that kBytes can be read.
     uint8_t ends[kRows][kBytes] = {};
