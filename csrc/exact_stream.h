@@ -120,7 +120,7 @@ __attribute__((noinline)) void add_rows(const D& decoder, const uint8_t* bytes, 
     if (offset % 64 < kLineBytes<D>) {
       // The next group, in the order of its addresses: memory is fastest so.
       const uint8_t* next = bytes + count * row_bytes + offset / 64 * 64 * count;
-      for (int64_t r = 0; r < count; ++r) prefetch_far(next + 64 * r);
+      for (int64_t r = 0; r < count; ++r) prefetch(next + 64 * r);
     }
     add_vectors<kM, kAlong, kRows, 0>(rows, to, line);
     if constexpr (kStreamVectors<kM> < kVectors) add_vectors<kM, kAlong, kRows, kStreamVectors<kM>>(rows, to, line);
