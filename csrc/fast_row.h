@@ -38,17 +38,10 @@ struct FastSums {
   int32_t* partial;
   float* sums;
   int64_t width;
-  const float* scales;
+  const Matrix* scaled;  // or null if there are no scales of columns
+  int64_t row;           // whose scales
   const float* x_scales;
   const int32_t* seeds;
-
-  FastSums from(int64_t at) const {
-    FastSums to = *this;
-    to.partial += at;
-    to.sums += at;
-    if (scales != nullptr) to.scales += at;
-    return to;
-  }
 };
 
 // Whether levels include their offset in the products; then sums start at minus its contribution.
@@ -84,17 +77,18 @@ LOWBIT_INLINE I first_sum(const FastSums& to, int m, int64_t at) {
   return kFirst ? splat(to.seeds + m) : load_as<I>(to.partial + at);
 }
 template <bool kLast>
-LOWBIT_INLINE void put_sum(I sum, const FastSums& to, int m, int64_t at) {
+LOWBIT_INLINE void put_sum(I sum, const FastSums& to, const float* scales, int m, int64_t at) {
   if (!kLast) return store_as(to.partial + at, sum);
   F scale = broadcast(to.x_scales[m]);
-  if (to.scales != nullptr) scale *= load(to.scales + at - m * to.width);
+  if (to.scaled != nullptr) scale *= load(scales);
   store(to.sums + at, fma(to_float(sum), scale, load(to.sums + at)));
 }
 
 // The i-th and later codes of the stored rows, kFewVectors times kBytes of each four, times q (kM, rows): added to the
 // sums. Loops that the compiler unrolls: functions for each pair of a row and a vector take sanitizers ten minutes.
 template <int kM, bool kFirst, bool kLast, int i = 0, typename D>
-LOWBIT_INLINE void add_codes(const D& decoder, const Bytes* codes, const int8_t* q, const FastSums& to, int64_t at) {
+LOWBIT_INLINE void add_codes(const D& decoder, const Bytes* codes, const int8_t* q, const FastSums& to,
+                             const float* scales, int64_t at) {
   if constexpr (i < D::kPerByte) {
     constexpr int kRows = kFastGroup<kM, D>, kStep = kLanes * D::kPerByte;
     I sums[kM][kFewVectors];
@@ -113,23 +107,26 @@ LOWBIT_INLINE void add_codes(const D& decoder, const Bytes* codes, const int8_t*
       }
     }
     for (int m = 0; m < kM; ++m) {
-      for (int v = 0; v < kFewVectors; ++v) put_sum<kLast>(sums[m][v], to, m, at + m * to.width + v * kStep);
+      for (int v = 0; v < kFewVectors; ++v)
+        put_sum<kLast>(sums[m][v], to, scales + v * kStep, m, at + m * to.width + v * kStep);
     }
-    add_codes<kM, kFirst, kLast, i + 1>(decoder, codes, q, to, at + kLanes);
+    add_codes<kM, kFirst, kLast, i + 1>(decoder, codes, q, to, scales + kLanes, at + kLanes);
   }
 }
 
-// Adds the stored rows times q (kM, rows), kBytes of each row at a time. The last rows may be repeated, with q = 0.
+// Adds the stored rows times q (kM, rows), kBytes of each row at a time, from byte `begin` of the rows on. The last
+// rows may be repeated, with q = 0.
 template <int kM, bool kFirst, bool kLast, typename D>
-__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[], int64_t parts,
+__attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[], int64_t begin, int64_t parts,
                                              const uint8_t* next, const int8_t* from, const FastSums& where) {
   constexpr int kRows = kFastGroup<kM, D>;
   const D decoder = shared;
   const FastSums to = where;  // copies that the stores cannot alias
   int8_t q[kM * kRows];
   memcpy(q, from, sizeof(q));
+  alignas(64) float scales[kTileBytes * D::kPerByte];
   for (int64_t part = 0; part < parts; ++part) {
-    const int64_t byte = part * kBytes, at = part * 4 * kLanes * D::kPerByte;
+    const int64_t byte = part * kBytes, in_row = begin + byte, in_tile = in_row % kTileBytes, at = in_row * D::kPerByte;
     // A later group, in the order of its addresses: memory is fastest so. With sums of several rows of x, groups of
     // whole bytes are too large for L1.
     for (int r = 0; byte % 64 == 0 && r < kRows; ++r) {
@@ -140,11 +137,16 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
         prefetch_far(line);
       }
     }
+    // Scales are decoded while memory is read.
+    if (kLast && to.scaled != nullptr && (part == 0 || in_tile == 0)) {
+      panel_scales<D>(*to.scaled, to.row, in_row / kTileBytes, scales);
+    }
     Bytes codes[kRows];
     for (int r = 0; r < kRows; ++r) codes[r] = load_as<Bytes>(rows[r] + byte);
     for (int r = 0; r < kRows; r += 4) interleave_rows<0, 4>(codes + r, codes + r);
     for (int v = 0; v < 4; v += kFewVectors) {
-      add_codes<kM, kFirst, kLast>(decoder, codes + v, q, to, at + v * kLanes * D::kPerByte);
+      const int64_t column = v * kLanes * D::kPerByte;
+      add_codes<kM, kFirst, kLast>(decoder, codes + v, q, to, scales + in_tile * D::kPerByte + column, at + column);
     }
   }
 }
@@ -166,7 +168,7 @@ struct FastRows {
     auto run = last ? add_fast_rows<kM, false, true, D> : add_fast_rows<kM, false, false, D>;
     if (first) run = last ? add_fast_rows<kM, true, true, D> : add_fast_rows<kM, true, false, D>;
     const int64_t parts = (may_read ? bytes + kBytes - 1 : bytes) / kBytes, rest = bytes - parts * kBytes;
-    run(decoder, rows, parts, rows[0] + kRowsAhead<kM, D> * bytes, q[0], to);
+    run(decoder, rows, 0, parts, rows[0] + kRowsAhead<kM, D> * bytes, q[0], to);
     if (rest <= 0) return;
     // The last bytes of the rows, copied so that kBytes can be read.
     uint8_t ends[kRows][kBytes] = {};
@@ -174,7 +176,7 @@ struct FastRows {
       memcpy(ends[r], rows[r] + parts * kBytes, static_cast<size_t>(rest));
       rows[r] = ends[r];
     }
-    run(decoder, rows, 1, rows[0], q[0], to.from(parts * kBytes * D::kPerByte));
+    run(decoder, rows, parts * kBytes, 1, rows[0], q[0], to);
   }
 };
 
@@ -182,22 +184,16 @@ struct FastRows {
 template <int kM, typename D>
 bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, const FewRows& x, int64_t begin,
                  int64_t end, float* sums) {
-  constexpr int64_t kColumns = kTileBytes * D::kPerByte;
-  const int64_t row_bytes = w.w.row_bytes, tiles = ceil_div(row_bytes, kTileBytes);
-  const int64_t width = sums_width(kM, tiles * kColumns);
+  const int64_t row_bytes = w.w.row_bytes, width = sums_width(kM, round_up(row_bytes, kTileBytes) * D::kPerByte);
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
-  float* scales = buffer<float>(Scratch::task_scales, width);
   uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup<kM, D> * row_bytes : 1);
-  if (partial == nullptr || scales == nullptr || codes == nullptr) return false;
+  if (partial == nullptr || codes == nullptr) return false;
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
     const int64_t block_end = min(end, (block / tiling.span + 1) * tiling.span);
     int32_t seeds[kM] = {};
-    FastSums to = {partial, sums, width, nullptr, x.scales + block / tiling.block * kM, seeds};
-    if (tiling.blocked) {
-      for (int64_t t = 0; t < tiles; ++t) panel_scales<D>(w, block, t, scales + t * kColumns);
-      to.scales = scales;
-    }
+    const FastSums to = {
+        partial, sums, width, tiling.blocked ? &w : nullptr, block, x.scales + block / tiling.block * kM, seeds};
     for (int m = 0; kSeeded<D> && m < kM; ++m) {
       for (int64_t r = block; r < block_end; ++r) seeds[m] -= decoder.offset() * x.q[m * x.step + r];
     }
