@@ -185,18 +185,22 @@ bool matmul_panel_last(const D& decoder, const Matmul& p, const Matrix& w, const
   parallel.each(ceil_div(p.n, kStored), [&](int64_t block) {
     alignas(64) float panel[kStored * kDepth];
     const int64_t row = block * kStored, rows = min(kStored, p.n - row);
+    const bool holds = w.w.row_span == 1;
     float* sums = buffer<float>(Scratch::task_panel, kStored * width);
-    if (sums == nullptr) {
+    float* scales = buffer<float>(Scratch::task_scales, holds ? kStored * w.w.scale_cols : 1);
+    if (sums == nullptr || scales == nullptr) {
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
       return;
     }
+    Matrix held = w;
+    if (holds) held.hold_scales(row, rows, scales);
     memset(sums, 0, static_cast<size_t>(kStored * width) * 4);
     if (rows < kStored) memset(panel, 0, sizeof(panel));  // whole tiles are multiplied
     const int64_t vector_at[kVectors] = {0, kLanes, 2 * kLanes, 3 * kLanes};
     for (int64_t slab = 0; slab < depth; slab += kDepth) {
       const int64_t steps = min(kDepth, depth - slab);
       for (int64_t k = 0; k < steps; k += kLine) {
-        decode_lines(decoder, w, row, rows, slab + k, panel + k, kDepth, vector_at);
+        decode_lines(decoder, held, row, rows, slab + k, panel + k, kDepth, vector_at);
       }
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const float* b = packed + slab * width + tile * steps * kTile;

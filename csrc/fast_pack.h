@@ -280,7 +280,6 @@ void panel_of_columns(const D& shared, const Matrix& w, int64_t k, int64_t depth
       for (int i = 0; i < kLanes; ++i) {
         uint8_t joined[kBytes];
         const uint8_t* from = w.bytes<D>(min(row + i, w.w.rows - 1), byte + 4 * d, bytes, joined);
-        prefetch(from + depth / D::kPerByte);  // the next slab
         if (bytes == kBytes) {
           v[i] = load_as<Bytes>(from);
         } else {
@@ -330,16 +329,30 @@ LOWBIT_INLINE bool scales_later(const Matrix& w, bool contract_last) {
   return D::kPerByte == 2 && !contract_last && w.has_factors(false);
 }
 
-// The scales of a tile for the span at k, if the last axis is contracted: `spans` of them, `step` floats apart.
+// The scales of a tile for `spans` spans from k on, if the last axis is contracted: [span][column]. Those of kLanes
+// stored rows are transposed at a time.
 template <typename D>
-void panel_scales_last(const Matrix& w, int64_t k, int64_t spans, int64_t span, int64_t tile, int64_t step,
-                       float* out) {
-  float held[kMostSpans];
-  const int64_t first = k / w.w.col_span, count = min((spans - 1) * span / w.w.col_span + 1, w.w.scale_cols - first);
-  for (int64_t i = 0; i < kTileBytes; ++i) {
-    const int64_t row = tile * kTileBytes + i;
-    const float* scales = row < w.w.rows ? w.scales(row / w.w.row_span, first, count, held) : nullptr;
-    for (int64_t b = 0; b < spans; ++b) out[b * step + i] = scales == nullptr ? 0 : scales[b * span / w.w.col_span];
+void panel_scales_last(const FastTiling& tiling, const Matrix& w, int64_t k, int64_t spans, int64_t tile, float* out) {
+  const int64_t each = tiling.scale_spans, first = k / w.w.col_span,
+                count = min((spans - 1) / each + 1, w.w.scale_cols - first);
+  for (int64_t i = 0; i < kTileBytes; i += kLanes) {
+    for (int64_t begin = 0; begin < count; begin += kMostSpans) {
+      const int64_t some = min(count - begin, kMostSpans);
+      alignas(64) float held[kLanes][kMostSpans];
+      for (int64_t r = 0; r < kLanes; ++r) {
+        const int64_t row = min(tile * kTileBytes + i + r, w.w.rows - 1);
+        const float* scales = w.scales(row, first + begin, some, held[r]);
+        if (scales != held[r]) memcpy(held[r], scales, static_cast<size_t>(some) * 4);
+      }
+      for (int64_t from = 0; from < some; from += kLanes) {
+        Bytes v[kLanes];
+        for (int64_t r = 0; r < kLanes; ++r) v[r] = load_as<Bytes>(held[r] + from);
+        transpose_dwords(v);
+        const int64_t end = min((begin + min(from + kLanes, some)) * each, spans);
+        for (int64_t b = (begin + from) * each; b < end; ++b)
+          store_as(out + b * tiling.columns + i, v[b / each - begin - from]);
+      }
+    }
   }
 }
 

@@ -19,8 +19,8 @@ constexpr int64_t kRowsAhead = (kM == 1 ? 1 : 2) * kFastGroup<kM, D>;
 
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
-  if (!p.contract_last) return p.m <= kFewRows;
-  return p.m == 1 && (!tiling.blocked || tiling.span % (kBytes * D::kPerByte) == 0 || short_spans<D>(tiling));
+  if (p.m > kFewRows) return false;
+  return !p.contract_last || !tiling.blocked || tiling.span % (kBytes * D::kPerByte) == 0 || short_spans<D>(tiling);
 }
 
 // x in int8: its rows, and their seeds and scales [block][m].
@@ -43,20 +43,6 @@ struct FastSums {
   const float* x_scales;
   const int32_t* seeds;
 };
-
-// Whether levels include their offset in the products; then sums start at minus its contribution.
-template <typename D>
-constexpr bool kSeeded = D::kSmall || !kSignedDots;
-
-// The levels of the i-th codes as bytes.
-template <int i, typename D>
-LOWBIT_INLINE Bytes level_bytes(const D& decoder, Bytes codes) {
-  if constexpr (kSeeded<D>) {
-    return decoder.template bytes<i>(codes);
-  } else {
-    return decoder.template signed_bytes<i>(codes);
-  }
-}
 
 // sum += a * xa + b * xb, for levels as bytes: products of small ones are added in 16 bits.
 template <typename D>
@@ -249,73 +235,82 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
   return true;
 }
 
-// sum += the codes of kBytes times x, [code of a byte][byte]
-template <int i = 0, typename D>
-LOWBIT_INLINE void add_chunk(const D& decoder, I& sum, Bytes codes, const int8_t* x) {
-  if constexpr (i < D::kPerByte) {
-    add_dots<D::kSmall>(sum, level_bytes<i>(decoder, codes), load_as<I>(x + i * kBytes));
-    add_chunk<i + 1>(decoder, sum, codes, x);
-  }
-}
-
-// y[n] for the stored rows [begin, end); x is in the order of `add_chunk`. `scaled` is a buffer for scales,
-// `joined` one for its joined codes.
-template <typename D>
-__attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tiling, const Matrix& w, const int8_t* x,
-                                         const int32_t* seeds, const float* x_scales, int64_t begin, int64_t end,
-                                         float* scaled, uint8_t* joined, float* y) {
+// y[m * step + row] for the stored rows [begin, end). `held` is a buffer for scales, `joined` one for joined codes.
+template <int kM, typename D>
+__attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tiling, const Matrix& w, const DotX& rows,
+                                         int64_t begin, int64_t end, float* held, uint8_t* joined, float* y,
+                                         int64_t step) {
   const D decoder = shared;
+  const DotX x = rows;  // copies that the stores cannot alias
   constexpr int64_t kCodes = kBytes * D::kPerByte;
-  const int64_t row_bytes = w.w.row_bytes, spans = max(w.w.col_span / tiling.span, 1);
-  RowScales row_scales(w, begin, end, scaled + tiling.spans);
-  for (int64_t row = begin; row < end; ++row) {
-    const float* scales = row_scales.of(row);
-    const int64_t shared = tiling.block / tiling.span;
-    for (int64_t b = 0; b < tiling.spans; ++b) scaled[b] = x_scales[b / shared] * scales[b / spans];
-    const uint8_t* bytes = w.rows<D>(row, 1, joined);
-    const int8_t* from = x;
-    int64_t left = row_bytes;
-    F total = zero();
-    for (int64_t b = 0; b < tiling.spans; ++b) {
-      I sum{};
-      if (kSeeded<D>) sum[0] = seeds[b];
-      for (int64_t c = 0; c < tiling.span && left > 0; c += kCodes, left -= kBytes, bytes += kBytes, from += kCodes) {
-        prefetch(bytes + kDotAhead);
+  const int64_t columns = w.w.columns, span = tiling.span, per_scale = tiling.scale_spans;
+  const int64_t width = tiling.blocked ? part_columns(columns, span, kM * columns) : columns;
+  RowScales of_rows(w, held);
+  PartSums<kM, 1> sums;
+  each_part<1, D>(w, begin, end, width, &of_rows, joined, [&](const Part<1>& part) LOWBIT_INLINE_LAMBDA {
+    const uint8_t *bytes = part.bytes[0], *ahead = part.ahead[0];
+    const int8_t* q = x.q + part.column * kM;
+    const float* scale = of_rows.of(part.row) + part.column / w.w.col_span;
+    int64_t at = part.column / span, in_scale = at % per_scale;
+    F totals[1][kM];
+    sums.load_to(totals, part);
+    for (int64_t left = ceil_div(part.columns, D::kPerByte); left > 0; ++at) {
+      I sum[kM] = {};
+      for (int m = 0; kSeeded<D> && m < kM; ++m) sum[m][0] = x.seeds[at * kM + m];
+      for (int64_t c = 0; c < span && left > 0; c += kCodes, left -= kBytes) {
+        prefetch(ahead);
         if (left >= kBytes) {
-          add_chunk(decoder, sum, load_as<Bytes>(bytes), from);
+          add_dots_of(decoder, sum, load_as<Bytes>(bytes), q);
         } else {
           Bytes codes{};
           memcpy(&codes, bytes, static_cast<size_t>(left));
-          add_chunk(decoder, sum, codes, from);
+          add_dots_of(decoder, sum, codes, q);
         }
+        bytes += kBytes;
+        ahead += kBytes;
+        q += kM * kCodes;
       }
-      total = fma(to_float(sum), broadcast(scaled[b]), total);
+      for (int m = 0; m < kM; ++m) {
+        totals[0][m] = fma(to_float(sum[m]), broadcast(x.scales[at * kM + m] * *scale), totals[0][m]);
+      }
+      if (++in_scale == per_scale) {
+        in_scale = 0;
+        ++scale;
+      }
     }
-    y[row] = sum_of(total) * row_scales.factor(row);
-  }
+    sums.put(totals, part, [&](int64_t row) { return of_rows.factor(row); }, y, step);
+  });
 }
 
 template <typename D>
-bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FewRows& row,
+bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FewRows& rows,
                float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte, kCodes = kBytes * kPer;
-  const int64_t padded = round_up(p.k, kCodes), lanes = padded / (4 * kPer);
-  float* by_lane = buffer<float>(Scratch::call_sums, 2 * lanes + padded / 4);
-  if (by_lane == nullptr) return false;
-  int8_t* x = reinterpret_cast<int8_t*>(by_lane + 2 * lanes);
-  memset(x, 0, static_cast<size_t>(padded));
-  for (int64_t k = 0; k < p.k; ++k) x[k / kCodes * kCodes + k % kPer * kBytes + k % kCodes / kPer] = row.q[k];
-  const bool is_short = short_spans<D>(tiling);
-  const ShortX short_row = is_short ? short_x<D>(tiling, x, lanes, row.seeds, row.scales, by_lane) : ShortX{};
-  const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.k));
+  const int64_t padded = round_up(p.k, kCodes), lanes = padded / (4 * kPer), spread = 2 * max(lanes, tiling.spans);
+  float* for_spans = buffer<float>(Scratch::call_sums, p.m * (spread + padded / 4));
+  if (for_spans == nullptr) return false;
+  int8_t* q = reinterpret_cast<int8_t*>(for_spans + p.m * spread);
+  for (int64_t m = 0; m < p.m; ++m) {
+    for (int64_t k = 0; k < padded; k += kCodes) {
+      int8_t part[kCodes] = {};
+      memcpy(part, rows.q + m * rows.step + k, static_cast<size_t>(min(kCodes, p.k - k)));
+      int8_t* to = q + k * p.m + m * kCodes;
+      for (int i = 0; i < kPer; ++i) {
+        for (int b = 0; b < kBytes; ++b) to[i * kBytes + b] = part[b * kPer + i];
+      }
+    }
+  }
+  const DotX x = spread_x<D>(p, tiling, {q, rows.seeds, rows.scales}, lanes, for_spans);
+  const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.m * p.k));
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
-    const int64_t begin = shares.begins[t], end = shares.begins[t + 1];
-    float* scaled = buffer<float>(Scratch::task_scales, tiling.spans + RowScales::buffer_size(p.w));
+    float* held = buffer<float>(Scratch::task_scales, RowScales::buffer_size(p.w));
     uint8_t* joined = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
-    if (scaled == nullptr || joined == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
-    if (is_short) return short_dots(decoder, tiling, w, short_row, begin, end, scaled, joined, y);
-    fast_dots(decoder, tiling, w, x, row.seeds, row.scales, begin, end, scaled, joined, y);
+    if (held == nullptr || joined == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
+    with_constant<kFewRows>(p.m, [&](auto m) {
+      const auto run = short_spans<D>(tiling) ? short_dots<m.value, D> : fast_dots<m.value, D>;
+      run(decoder, tiling, w, x, shares.begins[t], shares.begins[t + 1], held, joined, y, p.n);
+    });
   });
   return enough_memory;
 }

@@ -1,8 +1,9 @@
-// Products with one row of x in int8 that contract the last stored axis, with spans shorter than a vector: each lane
+// Products with few rows of x in int8 that contract the last stored axis, with spans shorter than a vector: each lane
 // belongs to one span, so a vector of integer sums is scaled by a vector of scales.
 #ifndef LOWBIT_FAST_SHORT_H_
 #define LOWBIT_FAST_SHORT_H_
 
+#include "dot_parts.h"
 #include "fast_pack.h"
 
 namespace lowbit::LOWBIT_ISA {
@@ -34,77 +35,110 @@ bool short_spans(const FastTiling& tiling) {
   return tiling.blocked && tiling.span % (4 * D::kPerByte) == 0 && lanes < kLanes && kLanes % lanes == 0;
 }
 
-// The row of x, [code of a byte][byte] for each kBytes of a stored row; its seeds and scales for each lane.
-struct ShortX {
+// Whether levels include their offset in the products; then sums start at minus its contribution.
+template <typename D>
+constexpr bool kSeeded = D::kSmall || !kSignedDots;
+
+// The levels of the i-th codes as bytes.
+template <int i, typename D>
+LOWBIT_INLINE Bytes level_bytes(const D& decoder, Bytes codes) {
+  if constexpr (kSeeded<D>) {
+    return decoder.template bytes<i>(codes);
+  } else {
+    return decoder.template signed_bytes<i>(codes);
+  }
+}
+
+// Some rows of x in int8: [kBytes of a stored row][row][code of a byte][byte]. Seeds and scales are [span][row], or
+// [kBytes of a stored row][row][lane] if spans are short.
+struct DotX {
   const int8_t* q;
   const int32_t* seeds;
   const float* scales;
 };
 
-// Spreads the seeds of the spans of x and the scales of its blocks over `lanes` lanes, in a buffer of twice as many
-// floats.
+// Spreads the scales of blocks (and seeds of short spans) in a buffer of 2 * p.m * max(spans, lanes) floats.
 template <typename D>
-ShortX short_x(const FastTiling& tiling, const int8_t* q, int64_t lanes, const int32_t* seeds, const float* scales,
-               float* to) {
-  const int64_t per_span = lanes_of<D>(tiling), shared = tiling.block / tiling.span;
-  int32_t* lane_seeds = reinterpret_cast<int32_t*>(to + lanes);
-  memset(to, 0, static_cast<size_t>(lanes) * 8);
-  for (int64_t b = 0; b < tiling.spans; ++b) {
-    lane_seeds[b * per_span] = seeds[b];
-    for (int64_t i = b * per_span; i < min((b + 1) * per_span, lanes); ++i) to[i] = scales[b / shared];
+DotX spread_x(const Matmul& p, const FastTiling& tiling, const DotX& x, int64_t lanes, float* to) {
+  const int64_t per_block = tiling.block / tiling.span;
+  if (!short_spans<D>(tiling)) {
+    for (int64_t b = 0; b < tiling.spans; ++b)
+      memcpy(to + b * p.m, x.scales + b / per_block * p.m, p.m * sizeof(float));
+    return {x.q, x.seeds, to};
   }
-  return {q, lane_seeds, to};
-}
-
-// sum += the codes of kBytes times x
-template <bool kSeededDots, int i = 0, typename D>
-LOWBIT_INLINE void add_short(const D& decoder, I& sum, Bytes codes, const int8_t* x) {
-  if constexpr (i < D::kPerByte) {
-    const I operand = load_as<I>(x + i * kBytes);
-    if constexpr (kSeededDots) {
-      add_dots<D::kSmall>(sum, decoder.template bytes<i>(codes), operand);
-    } else {
-      add_dots<D::kSmall>(sum, decoder.template signed_bytes<i>(codes), operand);
+  const int64_t per_span = lanes_of<D>(tiling);
+  int32_t* seeds = reinterpret_cast<int32_t*>(to + p.m * lanes);
+  memset(to, 0, static_cast<size_t>(p.m * lanes) * 8);
+  for (int64_t m = 0; m < p.m; ++m) {
+    const auto at = [&](int64_t lane) { return (lane / kLanes * p.m + m) * kLanes + lane % kLanes; };
+    for (int64_t b = 0; b < tiling.spans; ++b) {
+      seeds[at(b * per_span)] = x.seeds[b * p.m + m];
+      for (int64_t i = b * per_span; i < min((b + 1) * per_span, lanes); ++i) {
+        to[at(i)] = x.scales[b / per_block * p.m + m];
+      }
     }
-    add_short<kSeededDots, i + 1>(decoder, sum, codes, x);
+  }
+  return {x.q, seeds, to};
+}
+
+// sum[m] += the codes of kBytes times x
+template <int i = 0, int kM, typename D>
+LOWBIT_INLINE void add_dots_of(const D& decoder, I (&sum)[kM], Bytes codes, const int8_t* x) {
+  if constexpr (i < D::kPerByte) {
+    const Bytes levels = level_bytes<i>(decoder, codes);
+    for (int m = 0; m < kM; ++m) {
+      add_dots<D::kSmall>(sum[m], levels, load_as<I>(x + (m * D::kPerByte + i) * kBytes));
+    }
+    add_dots_of<i + 1>(decoder, sum, codes, x);
   }
 }
 
-// y[n] for the stored rows [begin, end). `held` is a buffer for scales, `joined` one for its joined codes.
-template <typename D>
-__attribute__((noinline)) void short_dots(const D& shared, const FastTiling& tiling, const Matrix& w, const ShortX& x,
-                                          int64_t begin, int64_t end, float* held, uint8_t* joined, float* y) {
+// y[m * step + row] for the stored rows [begin, end). `held` is a buffer for scales, `joined` one for joined codes.
+template <int kM, typename D>
+__attribute__((noinline)) void short_dots(const D& shared, const FastTiling& tiling, const Matrix& w, const DotX& rows,
+                                          int64_t begin, int64_t end, float* held, uint8_t* joined, float* y,
+                                          int64_t step) {
   const D decoder = shared;
-  constexpr bool kSeededDots = D::kSmall || !kSignedDots;
+  const DotX x = rows;  // copies that the stores cannot alias
   constexpr int64_t kCodes = kBytes * D::kPerByte;
-  const int64_t row_bytes = w.w.row_bytes, per_span = lanes_of<D>(tiling), spans = kLanes / per_span;
+  const int64_t columns = w.w.columns, per_span = lanes_of<D>(tiling), spans = kLanes / per_span;
   I order;
   for (int i = 0; i < kLanes; ++i) order[i] = static_cast<int32_t>(i / per_span);
   // x is zero past the end of a row, so what follows the row in memory may be read with it.
-  const uint8_t* last = w.joined() ? nullptr : w.codes + w.w.rows * row_bytes - kBytes;
-  RowScales row_scales(w, begin, end, held);
-  for (int64_t row = begin; row < end; ++row) {
-    const float* scales = row_scales.of(row);
-    const uint8_t* bytes = w.rows<D>(row, 1, joined);
-    F total = zero();
-    int64_t span = 0, lane = 0;
-    for (int64_t left = row_bytes; left > 0; left -= kBytes, bytes += kBytes, span += spans, lane += kLanes) {
-      prefetch(bytes + kDotAhead);
-      I sum = kSeededDots ? load_as<I>(x.seeds + lane) : I{};
-      if (left >= kBytes || bytes <= last) {
-        add_short<kSeededDots>(decoder, sum, load_as<Bytes>(bytes), x.q + lane / kLanes * kCodes);
+  const uint8_t* readable = w.joined() ? nullptr : w.codes + w.w.rows * w.w.row_bytes - kBytes;
+  // For each dword of codes, x has a seed and a scale.
+  const int64_t width = part_columns(columns, kCodes, kM * (columns + 2 * columns / D::kPerByte));
+  RowScales row_scales(w, held);
+  PartSums<kM, 1> sums;
+  each_part<1, D>(w, begin, end, width, &row_scales, joined, [&](const Part<1>& part) LOWBIT_INLINE_LAMBDA {
+    const uint8_t *bytes = part.bytes[0], *ahead = part.ahead[0];
+    int64_t vector = part.column / kCodes, stored = w.w.scale_cols - vector * spans;
+    const float* scales = row_scales.of(part.row) + vector * spans;
+    F totals[1][kM];
+    sums.load_to(totals, part);
+    F(&total)[kM] = totals[0];
+    for (int64_t left = ceil_div(part.columns, D::kPerByte); left > 0; left -= kBytes, ++vector) {
+      prefetch(ahead);
+      I sum[kM] = {};
+      for (int m = 0; kSeeded<D> && m < kM; ++m) sum[m] = load_as<I>(x.seeds + (vector * kM + m) * kLanes);
+      if (left >= kBytes || bytes <= readable) {
+        add_dots_of(decoder, sum, load_as<Bytes>(bytes), x.q + vector * kM * kCodes);
       } else {
         Bytes codes{};
         memcpy(&codes, bytes, static_cast<size_t>(left));
-        add_short<kSeededDots>(decoder, sum, codes, x.q + lane / kLanes * kCodes);
+        add_dots_of(decoder, sum, codes, x.q + vector * kM * kCodes);
       }
-      const int64_t stored = w.w.scale_cols - span;
-      const F some = stored >= kLanes ? load(scales + span) : load(scales + span, stored);
-      const F scale = reordered(some, order) * load(x.scales + lane);
-      total = fma(to_float(sum), scale, total);
+      const F some = reordered(stored >= kLanes ? load(scales) : load(scales, stored), order);
+      for (int m = 0; m < kM; ++m) {
+        total[m] = fma(to_float(sum[m]), some * load(x.scales + (vector * kM + m) * kLanes), total[m]);
+      }
+      bytes += kBytes;
+      ahead += kBytes;
+      scales += spans;
+      stored -= spans;
     }
-    y[row] = sum_of(total) * row_scales.factor(row);
-  }
+    sums.put(totals, part, [&](int64_t row) { return row_scales.factor(row); }, y, step);
+  });
 }
 
 #endif

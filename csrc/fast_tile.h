@@ -279,7 +279,7 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
   const int64_t columns = tiling.columns, rows = tiling.rows, spans = kBlocked ? tiling.slab / tiling.span : 1,
                 panel_bytes = columns / kFastColumns * panel_step<D>(tiling.slab);
   uint8_t* panel = static_cast<uint8_t*>(scratch(Scratch::task_panel, static_cast<size_t>(2 * panel_bytes)));
-  float* scales = static_cast<float*>(scratch(Scratch::task_scales, static_cast<size_t>(spans * columns) * 4));
+  float* scales = buffer<float>(Scratch::task_scales, (tiling.by_tile ? tiling.spans : spans) * columns);
   float* sums =
       static_cast<float*>(scratch(Scratch::task_sums, static_cast<size_t>((end - begin) * columns * tiling.rows) * 4));
   if (panel == nullptr || scales == nullptr || sums == nullptr) return false;
@@ -290,77 +290,92 @@ bool fast_tiles(const D& decoder, const Matmul& p, const FastTiling& tiling, con
   NextPanel<D> next_panel(decoder);
   bool decoded = false;  // the panel of this tile, during the products of the last one
   const auto depth_at = [&](int64_t k) { return round_up(min(tiling.slab, p.k - k), tiling.unit); };
-  for (int64_t slab = 0; slab < tiling.slabs; ++slab) {
-    const int64_t k = slab * tiling.slab, depth = depth_at(k);
-    NextSlab next_slab(w, k + depth, begin * kTileBytes, min(end * kTileBytes, w.w.row_bytes));
+  // All slabs of a tile, or all tiles of a slab.
+  const int64_t tiles = end - begin, steps = tiling.slabs * tiles;
+  const auto slab_at = [&](int64_t step) { return tiling.by_tile ? step % tiling.slabs : step / tiles; };
+  const auto tile_at = [&](int64_t step) { return begin + (tiling.by_tile ? step / tiling.slabs : step % tiles); };
+  NextSlab next_slab;
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t slab = slab_at(step), tile = tile_at(step), k = slab * tiling.slab, depth = depth_at(k);
+    const bool more = step + 1 < steps;
+    const int64_t next_tile = tile_at(step + 1), next_k = slab_at(step + 1) * tiling.slab;
     // Tiles of rows with products that do nothing else.
     const int64_t free_tiles = tiling.row_tiles() - (between && tiling.decodes_ahead ? 1 : 0);
-    const int64_t lines = p.contract_last ? 0 : ceil_div(depth, columns / kFastColumns * max(free_tiles, 1));
+    const int64_t stored = p.contract_last ? kTileBytes * ceil_div(depth, kTileBytes * D::kPerByte) : depth;
+    const int64_t lines = ceil_div(stored, columns / kFastColumns * max(free_tiles, 1));
     const int64_t times = !between ? 1 : kBlocked ? kFastVectors / kBlockedVectors * spans : depth / 4;
-    for (int64_t tile = begin; tile < end; ++tile) {
-      if (p.contract_last) {
-        panel_of_columns(decoder, w, k, depth, tile, panel);
-      } else if (!decoded) {
-        panel_of_rows(decoder, w, k, depth, tile, panel);
+    if (p.contract_last) {
+      panel_of_columns(decoder, w, k, depth, tile, panel);
+      // The next panel: rows apart, of which L1 may not hold all.
+      const int64_t byte = next_k / D::kPerByte;
+      next_slab = NextSlab(w, next_tile * kTileBytes, byte, byte + (more ? depth / D::kPerByte : 0), true);
+    } else {
+      if (!decoded) panel_of_rows(decoder, w, k, depth, tile, panel);
+      // The next slab of all tiles.
+      const int64_t row_end = min(end * kTileBytes, w.w.row_bytes);
+      if (tile == begin) next_slab = NextSlab(w, k + depth, begin * kTileBytes, row_end);
+    }
+    decoded = false;
+    if (tiling.decodes_ahead && more) {
+      decoded = next_panel.set(w, next_k, depth_at(next_k), next_tile, other_panel);
+    }
+    if (kBlocked) {
+      const int64_t count = ceil_div(depth, tiling.span);
+      if (tiling.by_tile) {
+        if (slab == 0) panel_scales_last<D>(tiling, w, 0, tiling.spans, tile, scales);
+        w.prefetch_scales((tile + 1) * kTileBytes, slab, slab + 1, tiling.slabs, kTileBytes);
+      } else if (p.contract_last) {
+        panel_scales_last<D>(tiling, w, k, count, tile, scales);
       }
-      decoded = false;
-      if (tiling.decodes_ahead && (tile + 1 < end || slab + 1 < tiling.slabs)) {
-        const int64_t next_k = tile + 1 < end ? k : k + tiling.slab;
-        decoded = next_panel.set(w, next_k, depth_at(next_k), tile + 1 < end ? tile + 1 : begin, other_panel);
+      for (int64_t b = 0; b < count && !p.contract_last; ++b) {
+        panel_scales<D>(w, k + b * tiling.span, tile, scales + b * columns);
+        w.prefetch_scales((k + depth + b * tiling.span) / w.w.row_span, tile, tile + 1, tiling.tiles);
       }
-      if (kBlocked) {
-        const int64_t count = ceil_div(depth, tiling.span);
-        if (p.contract_last) panel_scales_last<D>(w, k, count, tiling.span, tile, columns, scales);
-        for (int64_t b = 0; b < count && !p.contract_last; ++b) {
-          panel_scales<D>(w, k + b * tiling.span, tile, scales + b * columns);
-          w.prefetch_scales((k + depth + b * tiling.span) / w.w.row_span, tile, tile + 1, tiling.tiles);
-        }
-      }
-      for (int64_t group = 0; group < columns / kFastColumns; ++group) {
-        for (int64_t row_tile = 0, count; row_tile < tiling.row_tiles(); row_tile += count) {
-          const int64_t m = tiling.row_of(row_tile), height = tiling.height_of(row_tile);
-          count = tiling.tiles_like(row_tile);
-          FastTiles t;
-          t.count = count;
-          t.panel = panel + group * panel_step<D>(depth);
-          t.x = x.packed + (slab * rows + m) * (tiling.slab / 4) * kSize;
-          t.x_step = height * (tiling.slab / 4) * kSize;
-          t.groups = depth / 4;
-          t.span_groups = tiling.span / 4;
-          t.fit = decoder.fit();
-          t.first = slab == 0;
-          t.seeds = x.seeds + (kBlocked ? k / tiling.span * rows : 0) + m;
-          t.x_scales = x.scales + (kBlocked ? k / tiling.block * rows : 0) + m;
-          t.seed_step = rows;
-          t.scales = scales + group * kFastColumns;
-          t.scale_step = columns;
-          t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * rows + m) * kFastColumns;
-          if constexpr (kAheadRows > 0) {
-            if (row_tile == 0 && tiling.decodes_ahead) {
-              if (!between) next_slab.prefetch_all(lines);
-              multiply_tiles<kAheadRows, kBlocked, kSmall>(t, next_panel);
-              continue;
-            }
+    }
+    for (int64_t group = 0; group < columns / kFastColumns; ++group) {
+      for (int64_t row_tile = 0, count; row_tile < tiling.row_tiles(); row_tile += count) {
+        const int64_t m = tiling.row_of(row_tile), height = tiling.height_of(row_tile);
+        count = tiling.tiles_like(row_tile);
+        FastTiles t;
+        t.count = count;
+        t.panel = panel + group * panel_step<D>(depth);
+        t.x = x.packed + (slab * rows + m) * (tiling.slab / 4) * kSize;
+        t.x_step = height * (tiling.slab / 4) * kSize;
+        t.groups = depth / 4;
+        t.span_groups = tiling.span / 4;
+        t.fit = decoder.fit();
+        t.first = slab == 0;
+        t.seeds = x.seeds + (kBlocked ? k / tiling.span * rows : 0) + m;
+        t.x_scales = x.scales + (kBlocked ? k / tiling.block * rows : 0) + m;
+        t.seed_step = rows;
+        t.scales = scales + group * kFastColumns + (tiling.by_tile ? k / tiling.span * columns : 0);
+        t.scale_step = columns;
+        t.sums = sums + (((tile - begin) * columns / kFastColumns + group) * rows + m) * kFastColumns;
+        if constexpr (kAheadRows > 0) {
+          if (row_tile == 0 && tiling.decodes_ahead) {
+            if (!between) next_slab.prefetch_all(lines);
+            multiply_tiles<kAheadRows, kBlocked, kSmall>(t, next_panel);
+            continue;
           }
-          next_slab.set(lines * count, times * count);
-          with_constant<kRows / kPair>(height / kPair, [&](auto pairs) {
-            constexpr int kHeight = kPair * decltype(pairs)::value;
-            if constexpr (kPrefetchBetween) {
-              if (between) return multiply_tiles<kHeight, kBlocked, kSmall>(t, next_slab);
-            }
-            if constexpr (!kPrefetchBetween || kBlocked) {
-              EachTile each_tile{&next_slab};
-              multiply_tiles<kHeight, kBlocked, kSmall>(t, each_tile);
-            }
-          });
         }
+        next_slab.set(lines * count, times * count);
+        with_constant<kRows / kPair>(height / kPair, [&](auto pairs) {
+          constexpr int kHeight = kPair * decltype(pairs)::value;
+          if constexpr (kPrefetchBetween) {
+            if (between) return multiply_tiles<kHeight, kBlocked, kSmall>(t, next_slab);
+          }
+          if constexpr (!kPrefetchBetween || kBlocked) {
+            EachTile each_tile{&next_slab};
+            multiply_tiles<kHeight, kBlocked, kSmall>(t, each_tile);
+          }
+        });
       }
-      next_panel.finish();
-      if (decoded) {
-        uint8_t* const used = panel;
-        panel = other_panel;
-        other_panel = used;
-      }
+    }
+    next_panel.finish();
+    if (decoded) {
+      uint8_t* const used = panel;
+      panel = other_panel;
+      other_panel = used;
     }
   }
   store_tiles<D, kBlocked>(p, tiling, w, x, batch, begin, end, sums);

@@ -9,6 +9,7 @@ namespace lowbit::LOWBIT_ISA {
 constexpr int64_t kWholeRow = 65536;  // 128 * 127 * kWholeRow < 2^31
 constexpr int64_t kShared = 256;      // of k that share a scale of x, if spans are shorter
 constexpr int64_t kMostSpans = 32;    // in a slab: of 16 or more, in at most 512
+constexpr int64_t kTileX = 1 << 21;   // bytes of x
 constexpr int64_t kTileBytes = 64;    // of each stored row in a tile of columns: a line of the cache
 
 // The register tile, the bytes that a value of x and a level of the panel take, the number of rows of x that need no
@@ -60,12 +61,14 @@ struct FastTiling {
   int64_t blocks;
   int64_t span;  // of k that share a scale of the weights, or less; divides the block
   int64_t spans;
-  int64_t slab;  // of k in a panel; if blocked, it has whole spans of one block
+  int64_t scale_spans;  // of each scale of the weights
+  int64_t slab;         // of k in a panel; if blocked, it has whole spans of one block
   int64_t slabs;
   int64_t columns;               // in a tile
   int64_t tiles;                 // of all columns
   int64_t rows;                  // of x, with a row of zeros if the last one has no pair
   int64_t first_height, height;  // of the first tile of rows, and of the others but the last
+  bool by_tile;                  // all slabs of a tile, then the next tile; otherwise all tiles of a slab
   bool decodes_ahead;            // the first tile of rows decodes the next panel
 
   int64_t row_tiles() const { return 1 + ceil_div(max(rows - first_height, 0), height); }
@@ -97,11 +100,12 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
   // slab reads and writes.
   const int64_t few = min((p.m <= 8 ? 64 : p.m <= 32 ? 128 : 256) * D::kPerByte, 256);
   const int64_t rows = p.m > 64 && !tiling.blocked ? 512 : few;
-  const int64_t depth = p.contract_last ? max(256, kBytes * D::kPerByte) : rows;
+  const int64_t depth = p.contract_last ? max(D::kPerByte == 1 ? 256 : 512, kBytes * D::kPerByte) : rows;
   // Several spans share a scale of x, so that it multiplies their sum.
   tiling.block = tiling.blocked ? max(kShared / tiling.span, 1) * tiling.span : tiling.span;
   tiling.blocks = ceil_div(p.k, tiling.block);
   tiling.spans = ceil_div(p.k, tiling.span);
+  tiling.scale_spans = along < p.k ? along / tiling.span : tiling.spans;
   // A slab is a part of a block, and has whole spans.
   const bool divides = tiling.block % depth == 0 && (!tiling.blocked || depth % tiling.span == 0);
   tiling.slab = tiling.blocked && !divides ? tiling.block : min(depth, tiling.block);
@@ -109,6 +113,8 @@ bool make_tiling(const Matmul& p, FastTiling& tiling) {
   tiling.columns = p.contract_last ? kTileBytes : kTileBytes * D::kPerByte;
   tiling.tiles = ceil_div(p.n, tiling.columns);
   tiling.rows = round_up(p.m, kPair);
+  // All of a stored row before the next one, if x stays in L2 meanwhile.
+  tiling.by_tile = p.contract_last && p.m * p.k <= kTileX;
   // Tiles of about the same height.
   tiling.decodes_ahead = !p.contract_last && kAheadRows > 0 && tiling.rows >= kAheadRows;
   const int64_t rest = tiling.rows - (tiling.decodes_ahead ? kAheadRows : 0),

@@ -45,8 +45,6 @@ LOWBIT_INLINE T* buffer(Scratch slot, int64_t count) {
 constexpr int64_t kAloneWork = 300000;  // multiplications that take less time than starting another thread
 constexpr int64_t kShareWork = 50000;   // multiplications that outweigh the overhead of a task
 
-constexpr int64_t kDotAhead = 2048;  // bytes to prefetch ahead: rows are contiguous in memory
-
 // Divides `units` of work for threads that start late or stall: large shares first, small ones last, so that all
 // threads finish together. The division, and so the order of sums, depends only on the number of threads.
 struct Shares {
@@ -76,6 +74,7 @@ constexpr int kLineBytes = kLine / D::kPerByte;
 template <typename D>
 struct PaddedLine {
   alignas(64) uint8_t bytes[kLine];
+  PaddedLine() = default;
   PaddedLine(const uint8_t* from, int64_t columns) {
     memset(bytes, 0, sizeof(bytes));
     memcpy(bytes, from, static_cast<size_t>(ceil_div(columns, D::kPerByte)));
@@ -138,11 +137,13 @@ LOWBIT_INLINE void unordered_pair(const float* x, int64_t count, float* out) {
 // a tile takes less time than reading one, so prefetching then would wait for the memory.
 class NextSlab {
  public:
-  NextSlab(const Matrix& w, int64_t row, int64_t begin, int64_t end)
+  NextSlab() = default;
+  NextSlab(const Matrix& w, int64_t row, int64_t begin, int64_t end, bool far = false)
       : at_(w.codes + row * w.w.row_bytes + begin),
         row_end_(at_ + round_up(end - begin, 64)),
         step_(w.w.row_bytes),
-        back_(step_ - (row_end_ - at_)) {}
+        back_(step_ - (row_end_ - at_)),
+        far_(far) {}
 
   // `lines` are for the next `times` steps. Many at a time wait for the memory, and leave it idle afterwards; but each
   // step takes registers and instructions of a loop.
@@ -165,7 +166,11 @@ class NextSlab {
 
   LOWBIT_INLINE void prefetch_some() {
     for (int64_t i = 0; i < some_ && left_ > 0; ++i, --left_) {
-      prefetch(at_);
+      if (far_) {
+        prefetch_far(at_);
+      } else {
+        prefetch(at_);
+      }
       at_ += 64;
       if (at_ >= row_end_) {
         at_ += back_;
@@ -175,8 +180,9 @@ class NextSlab {
   }
 
  private:
-  const uint8_t *at_, *row_end_;
-  int64_t step_, back_, left_ = 0, some_ = 0;
+  const uint8_t *at_ = nullptr, *row_end_ = nullptr;
+  int64_t step_ = 0, back_ = 0, left_ = 0, some_ = 0;
+  bool far_ = false;
 };
 
 // The same before each tile of rows.

@@ -15,7 +15,7 @@ template <typename D>
 bool matmul_one(const D& decoder, const Matmul& p, const Matrix& w, const float* x, float* y,
                 const Parallel& parallel) {
   if (p.contract_last) {
-    if (p.m <= kDotRows && dot_fits(p.w)) return matmul_dot(decoder, p, w, x, y, parallel);
+    if (dot_fits(p.w, p.m)) return matmul_dot(decoder, p, w, x, y, parallel);
     // The number of vectors that leaves the fewest lanes empty.
     const int64_t vectors = ceil_div(p.m, kLanes), tiles = ceil_div(vectors, kTileVectors);
     bool done = false;

@@ -25,9 +25,6 @@ template <typename D>
 bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel) {
   FastTiling tiling;
   if (!decoder.is_fast() || !make_tiling<D>(p, tiling)) return false;
-  // A panel for few rows takes longer than exact products without one.
-  const bool few = p.contract_last && p.m > 1 && p.m <= 4;
-  if (few && (D::kPerByte == 1 || (D::kPerByte == 2 && tiling.span < 64))) return false;
 #if defined(LOWBIT_DOTS)
   if (few_rows_fit<D>(p, tiling)) return matmul_few_rows(decoder, p, tiling, parallel);
 #endif
@@ -69,8 +66,8 @@ bool matmul_fast_as(const D& decoder, const Matmul& p, const Parallel& parallel)
     }
     return true;
   });
-  // Few rows: long runs of memory. Many rows: sums that stay in L2.
-  const int64_t fit = max(1, 65536 / (p.m * tiling.columns));
+  // Long runs of memory for few rows of x, sums that stay in L2 for many.
+  const int64_t fit = tiling.by_tile ? 4 : max(1, 65536 / (p.m * tiling.columns));
   const int64_t run = min(fit, ceil_div(tiling.tiles, max(1, parallel.threads() / p.batch)));
   const int64_t runs = ceil_div(tiling.tiles, run);
   each(p.batch * runs, p.batch * p.m * p.k * p.n < 300000, [&](int64_t i) {

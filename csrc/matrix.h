@@ -123,6 +123,8 @@ struct Matrix {
   const uint8_t* high;
   int64_t scale_layer;
   Joiner joiner;
+  const float* held_scales = nullptr;
+  int64_t held_row = 0;
 
   Matrix(const Weights& weights, int64_t layer)
       : w(weights),
@@ -152,11 +154,21 @@ struct Matrix {
 
   // `count` stored scales from (row, col) on: a pointer to them, or to `out` if they must be decoded.
   LOWBIT_INLINE const float* scales(int64_t row, int64_t col, int64_t count, float* out) const {
+    if (held_scales != nullptr) return held_scales + (row - held_row) * w.scale_cols + col;
     const int64_t start = row * w.scale_cols + col;
     const int64_t matrix = scale_layer * w.scale_rows * w.scale_cols;
     if (w.scale_type == ScaleType::f32) return static_cast<const float*>(w.scales) + matrix + start;
     decode_scales(matrix, row, col, count, out);
     return out;
+  }
+
+  // Decodes `rows` rows of scales to `out`, unless they are floats. From then on only these rows have scales.
+  void hold_scales(int64_t row, int64_t rows, float* out) {
+    held_scales = nullptr;
+    held_row = row;
+    if (w.scale_type == ScaleType::f32) return;
+    for (int64_t r = 0; r < rows; ++r) scales(row + r, 0, w.scale_cols, out + r * w.scale_cols);
+    held_scales = out;
   }
 
   // The same without their factors, if they have any (`has_factors`).
@@ -186,14 +198,14 @@ struct Matrix {
     return *scales(row, col, 1, &value);
   }
 
-  // Prefetches the share [begin, end) / of of a row of stored scales, if there is such a row.
-  LOWBIT_INLINE void prefetch_scales(int64_t row, int64_t begin, int64_t end, int64_t of) const {
-    if (row >= w.scale_rows) return;
+  // Prefetches the share [begin, end) / of of some rows of stored scales, if there are such rows.
+  LOWBIT_INLINE void prefetch_scales(int64_t row, int64_t begin, int64_t end, int64_t of, int64_t rows = 1) const {
+    if (row + rows > w.scale_rows) return;
     const int64_t size = w.scale_type == ScaleType::f32                                      ? 4
                          : w.scale_type == ScaleType::f16 || w.scale_type == ScaleType::bf16 ? 2
                                                                                              : 1;
-    const int64_t bytes = w.scale_cols * size;
-    const char* from = static_cast<const char*>(w.scales) + (scale_layer * w.scale_rows + row) * bytes;
+    const int64_t row_bytes = w.scale_cols * size, bytes = rows * row_bytes;
+    const char* from = static_cast<const char*>(w.scales) + (scale_layer * w.scale_rows + row) * row_bytes;
     for (int64_t at = bytes * begin / of; at < bytes * end / of; at += 64) prefetch(from + at);
   }
 
@@ -284,43 +296,6 @@ inline const float* Matrix::without_factors(int64_t row, int64_t col, int64_t co
   }
   return out;
 }
-
-// The scales of stored rows one after the other, for products that contract the last axis. Rows may have few scales, so
-// small floats are decoded for several rows at once, without the factor of their row, which multiplies the result.
-class RowScales {
- public:
-  static int64_t buffer_size(const Weights& w) { return kRows * (w.scale_cols + 1); }
-
-  // The rows [begin, end); `held` is a buffer.
-  RowScales(const Matrix& w, int64_t begin, int64_t end, float* held)
-      : w_(w),
-        next_(begin),
-        end_(end),
-        later_(w.has_factors(true)),
-        held_(held),
-        factors_(held + kRows * w.w.scale_cols) {}
-
-  // To be called for each row in order, before `factor`.
-  LOWBIT_INLINE const float* of(int64_t row) {
-    if (!later_) return w_.scales(row, 0, w_.w.scale_cols, held_);
-    if (row == next_) {
-      const int64_t rows = min(min(kRows, max(kAtOnce / w_.w.scale_cols, 1)), end_ - row);
-      w_.without_factors(row, 0, rows * w_.w.scale_cols, held_);
-      w_.factors(true, row, rows, factors_);
-      first_ = row;
-      next_ = row + rows;
-    }
-    return held_ + (row - first_) * w_.w.scale_cols;
-  }
-  LOWBIT_INLINE float factor(int64_t row) const { return later_ ? factors_[row - first_] : 1; }
-
- private:
-  static constexpr int64_t kRows = 16, kAtOnce = 128;
-  const Matrix& w_;
-  int64_t first_ = 0, next_, end_;
-  bool later_;
-  float *held_, *factors_;
-};
 
 }  // namespace lowbit::LOWBIT_ISA
 

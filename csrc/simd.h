@@ -38,7 +38,7 @@ constexpr int kTileVectors = 4;  // of the register tile: 6 x 4 sums, 4 vectors,
 constexpr int kRegisters = 32;
 constexpr int kStreamRows = 4;
 constexpr int kDirectRows = 32;
-constexpr int kDotRows = 4;
+constexpr int kDotRows = 8, kDotMost = 32;
 constexpr bool kLooksUp16 = true;      // in one instruction
 constexpr bool kAddsBesideFma = true;  // shifts and lookups keep one of the two FMA units busy
 
@@ -71,7 +71,7 @@ constexpr int kTileVectors = 2;  // of the register tile: 6 x 2 sums, 2 vectors,
 constexpr int kRegisters = 16;
 constexpr int kStreamRows = 4;
 constexpr int kDirectRows = 0;
-constexpr int kDotRows = 4;
+constexpr int kDotRows = 4, kDotMost = 32;
 constexpr bool kLooksUp16 = false;
 constexpr bool kAddsBesideFma = true;  // shuffles keep one of the two FMA units busy, and one of the two adders
 
@@ -110,7 +110,7 @@ constexpr int kTileVectors = 2;
 constexpr int kRegisters = 16;
 constexpr int kStreamRows = 2;
 constexpr int kDirectRows = 0;
-constexpr int kDotRows = 2;
+constexpr int kDotRows = 2, kDotMost = 2;
 constexpr bool kLooksUp16 = false;
 constexpr bool kAddsBesideFma = false;
 

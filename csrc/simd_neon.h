@@ -14,7 +14,7 @@ constexpr int kTileVectors = 4;  // of the register tile: 6 x 4 sums, 4 vectors,
 constexpr int kRegisters = 32;
 constexpr int kStreamRows = 4;
 constexpr int kDirectRows = 0;
-constexpr int kDotRows = 4;
+constexpr int kDotRows = 4, kDotMost = 4;
 constexpr bool kLooksUp16 = false;
 constexpr bool kAddsBesideFma = false;
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiers
-from native_helpers import ALL, FORMATS, LIBRARY, OLD, TABLES, Stored, check_together, matmul, squares, take
+from native_helpers import ALL, FORMATS, LIBRARY, OLD, Stored, check_together, matmul, squares, take
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no native library")
 
@@ -74,6 +74,22 @@ def test_matmul_of_some_rows(target, format):
     """More rows than are streamed, and fewer than a panel is worth: several slabs, blocks across them, ragged ends."""
     sizes = [((48, 1), 7, 600, 203), ((16, 1), 5, 300, 77), ((0, 1), 20, 515, 130), ((320, 1), 32, 700, 65)]
     check_together(matmul_case(target, format, 0, spans, *size) for spans, *size in sizes)
+
+
+def test_matmul_of_the_last_axis_in_parts(target):
+    """Rows so long that x stays in the cache by parts, with a rest; rows of x that are not divided evenly."""
+    of = [
+        ("nf4", (1, 64)),
+        ("q4", (1, 32)),
+        ("int8", (1, 0)),
+        ("int6", (1, 128)),
+        ("binary", (1, 16)),
+        ("nf4", (64, 1)),
+    ]
+    rows = [(1, 13000), (2, 7111), (3, 4200), (8, 1601), (9, 1601), (19, 1000)]
+    check_together(
+        matmul_case(target, format, 1, spans, m, k, 71) for (format, spans), (m, k) in itertools.product(of, rows)
+    )
 
 
 def test_matmul_of_odd_sizes(target):
@@ -246,13 +262,6 @@ def rounded_to_int8(x, block):
     return rounded
 
 
-def runs_as_exact(format, contract, span, m):
-    """Two to four rows against the last axis of bytes, or of nibbles in short blocks."""
-    levels = len(TABLES[format])
-    nibbles, bytes = levels == 16, levels in (8, 32, 64, 256)
-    return bool(contract and 2 <= m <= 4 and (bytes or (nibbles and span < 64)))
-
-
 def fast_case(target, format, contract, span, m, k, n, *, block=None, index=(0,), x_type=None, y_type=None, **options):
     rows, columns = (n, k) if contract else (k, n)
     spans = (1, span) if contract else (span, 1)
@@ -263,14 +272,13 @@ def fast_case(target, format, contract, span, m, k, n, *, block=None, index=(0,)
         of = (target, format, contract, spans, m, k, n)
         return (yield from matmul_case(*of, layers=1 if index == (0,) else 3, index=index, fast=True, **options))
     y = np.asarray((yield matmul(target, x, stored, index, contract, y_type, fast=True)), np.float64)
-    exact = runs_as_exact(format, contract, span or k, m)
-    levels = np.rint(stored.levels * 127) / 127 if format == "nf4" and not exact else stored.levels
+    levels = np.rint(stored.levels * 127) / 127 if format == "nf4" else stored.levels
     layers = np.clip(index, 0, len(stored.values) - 1)
     w, true = (levels * stored.scales)[layers], stored.values[layers]
     if contract:
         w, true = w.swapaxes(1, 2), true.swapaxes(1, 2)
     shared = span if span and span >= k else max(256 // span, 1) * span if span else max(k, 1)
-    wide = np.asarray(x, np.float64) if exact else rounded_to_int8(np.asarray(x, np.float32), block or shared)
+    wide = rounded_to_int8(np.asarray(x, np.float32), block or shared)
     want = wide @ w
     bound = 1e-6 * (np.abs(wide) @ np.abs(w)) + float(jnp.finfo(y_type).eps) * np.abs(want) + 1e-30
     worst = np.max(np.abs(y - want) / bound, initial=0)
@@ -295,6 +303,7 @@ def test_fast_matmul_is_its_definition(target, format):
             case(32, 1, 330, 77),
             case(1024, 2, 2112, 70, block=512),
             case(64, 37, 1000, 130, index=(2, 9)),
+            *(case(0, m, 70001, 20, block=512) for m in (1, 3, 9)),
             case(0, 3, 65, 33, index=(1, -5, 0), x_type=jnp.bfloat16, y_type=jnp.float16),
             *(case(0, m, k, n) for m, k, n in [(1, 1, 1), (2, 0, 3), (0, 8, 3), (1, 7, 577)]),
         ]
@@ -305,12 +314,16 @@ def test_fast_matmul_is_its_definition(target, format):
 def test_fast_matmul_of_few_rows(target, rows):
     """Whole lines of columns and a rest, spans that end within the rows read at a time, scales that are codes.
 
-    With 4,096 columns the rows are divided over threads, each with sums of its own.
+    With 4,096 columns the rows are divided over threads, each with sums of its own. Rows of 9,000 are read by parts.
     """
+    spans = itertools.product(FORMATS, (0, 1), (0, 32))
+    codes = itertools.product((0, 1), ("", " rows", " columns"))
+    parts = itertools.product(("nf4", "int6"), [(64, None), (128, None), (1024, 512)])
     check_together(
         [
-            *(fast_case(target, format, 0, span, rows, 200, 333) for format in FORMATS for span in (0, 32)),
-            *(fast_case(target, "q4", 0, 32, rows, 200, 333, scale=f"signed8{of}") for of in ("", " rows", " columns")),
+            *(fast_case(target, format, contract, span, rows, 200, 333) for format, contract, span in spans),
+            *(fast_case(target, "q4", contract, 32, rows, 200, 333, scale=f"signed8{of}") for contract, of in codes),
+            *(fast_case(target, format, 1, span, rows, 9000, 37, block=block) for format, (span, block) in parts),
             *(fast_case(target, format, 0, 32, rows, 256, 4096) for format in ("q4", "int8")),
         ]
     )
