@@ -12,10 +12,17 @@ namespace lowbit::LOWBIT_ISA {
 // With few registers, wide levels need more of them.
 template <int kM, typename D>
 constexpr int kFastGroup = (kRegisters < 32 ? D::kSmall : kM > 1) ? 16 : 8;
-constexpr int kFewVectors = kRegisters < 32 ? 1 : 4;  // vectors of columns whose sums are in registers at a time
-// Stored rows to prefetch ahead.
+// Half as many if otherwise they, the next ones and the sums would not fit in L1. Longer rows do not fit anyway.
 template <int kM, typename D>
-constexpr int64_t kRowsAhead = (kM == 1 ? 1 : 2) * kFastGroup<kM, D>;
+constexpr int kShortGroup = kBytes == 64 && D::kPerByte == 1 ? kFastGroup<kM, D> / 2 : kFastGroup<kM, D>;
+constexpr int64_t kShortBytes = 4096;
+constexpr int kFewVectors = kRegisters < 32 ? 1 : 4;  // vectors of columns whose sums are in registers at a time
+// Whether the next group of rows fits in L1, too.
+template <int kM, int kRows>
+constexpr bool kNextFits = kM == 1 || kRows <= 8;
+// Stored rows to prefetch ahead.
+template <int kM, int kRows>
+constexpr int64_t kRowsAhead = (kNextFits<kM, kRows> ? 1 : 2) * kRows;
 
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
@@ -72,16 +79,22 @@ LOWBIT_INLINE void put_sum(I sum, const FastSums& to, const float* scales, int m
 
 // The i-th and later codes of the stored rows, kFewVectors times kBytes of each four, times q (kM, rows): added to the
 // sums. Loops that the compiler unrolls: functions for each pair of a row and a vector take sanitizers ten minutes.
-template <int kM, bool kFirst, bool kLast, int i = 0, typename D>
+template <int kM, int kRows, bool kFirst, bool kLast, int i = 0, typename D>
 LOWBIT_INLINE void add_codes(const D& decoder, const Bytes* codes, const int8_t* q, const FastSums& to,
                              const float* scales, int64_t at) {
   if constexpr (i < D::kPerByte) {
-    constexpr int kRows = kFastGroup<kM, D>, kStep = kLanes * D::kPerByte;
+    constexpr int kStep = kLanes * D::kPerByte;
     I sums[kM][kFewVectors];
     for (int m = 0; m < kM; ++m) {
       for (int v = 0; v < kFewVectors; ++v) sums[m][v] = first_sum<kFirst>(to, m, at + m * to.width + v * kStep);
     }
-    for (int r = 0; r < kRows; r += 8) {
+    for (int r = 0; kRows == 4 && r < kRows; r += 4) {
+      for (int v = 0; v < kFewVectors; ++v) {
+        const Bytes a = level_bytes<i>(decoder, codes[r + v]);
+        for (int m = 0; m < kM; ++m) add_dots<D::kSmall>(sums[m][v], a, splat(q + m * kRows + r));
+      }
+    }
+    for (int r = 0; kRows > 4 && r < kRows; r += 8) {
       Bytes a[kFewVectors], b[kFewVectors];
       for (int v = 0; v < kFewVectors; ++v) {
         a[v] = level_bytes<i>(decoder, codes[r + v]);
@@ -96,16 +109,15 @@ LOWBIT_INLINE void add_codes(const D& decoder, const Bytes* codes, const int8_t*
       for (int v = 0; v < kFewVectors; ++v)
         put_sum<kLast>(sums[m][v], to, scales + v * kStep, m, at + m * to.width + v * kStep);
     }
-    add_codes<kM, kFirst, kLast, i + 1>(decoder, codes, q, to, scales + kLanes, at + kLanes);
+    add_codes<kM, kRows, kFirst, kLast, i + 1>(decoder, codes, q, to, scales + kLanes, at + kLanes);
   }
 }
 
 // Adds the stored rows times q (kM, rows), kBytes of each row at a time, from byte `begin` of the rows on. The last
 // rows may be repeated, with q = 0.
-template <int kM, bool kFirst, bool kLast, typename D>
+template <int kM, int kRows, bool kFirst, bool kLast, typename D>
 __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* const rows[], int64_t begin, int64_t parts,
                                              const uint8_t* next, const int8_t* from, const FastSums& where) {
-  constexpr int kRows = kFastGroup<kM, D>;
   const D decoder = shared;
   const FastSums to = where;  // copies that the stores cannot alias
   int8_t q[kM * kRows];
@@ -117,7 +129,7 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
     // whole bytes are too large for L1.
     for (int r = 0; byte % 64 == 0 && r < kRows; ++r) {
       const uint8_t* line = next + byte * kRows + 64 * r;
-      if constexpr (kM == 1 || D::kPerByte > 1) {
+      if constexpr (kNextFits<kM, kRows> || D::kPerByte > 1) {
         prefetch(line);
       } else {
         prefetch_far(line);
@@ -132,15 +144,15 @@ __attribute__((noinline)) void add_fast_rows(const D& shared, const uint8_t* con
     for (int r = 0; r < kRows; r += 4) interleave_rows<0, 4>(codes + r, codes + r);
     for (int v = 0; v < 4; v += kFewVectors) {
       const int64_t column = v * kLanes * D::kPerByte;
-      add_codes<kM, kFirst, kLast>(decoder, codes + v, q, to, scales + in_tile * D::kPerByte + column, at + column);
+      add_codes<kM, kRows, kFirst, kLast>(decoder, codes + v, q, to, scales + in_tile * D::kPerByte + column,
+                                          at + column);
     }
   }
 }
 
 // A group of stored rows, and x for them.
-template <int kM, typename D>
+template <int kM, int kRows, typename D>
 struct FastRows {
-  static constexpr int kRows = kFastGroup<kM, D>;
   const uint8_t* rows[kRows];
   int8_t q[kM][kRows] = {};  // zeros for missing rows
 
@@ -151,10 +163,10 @@ struct FastRows {
 
   // `may_read`: bytes past the end of the rows can be read, since other rows follow.
   void add(const D& decoder, int64_t bytes, bool may_read, bool first, bool last, const FastSums& to) {
-    auto run = last ? add_fast_rows<kM, false, true, D> : add_fast_rows<kM, false, false, D>;
-    if (first) run = last ? add_fast_rows<kM, true, true, D> : add_fast_rows<kM, true, false, D>;
+    auto run = last ? add_fast_rows<kM, kRows, false, true, D> : add_fast_rows<kM, kRows, false, false, D>;
+    if (first) run = last ? add_fast_rows<kM, kRows, true, true, D> : add_fast_rows<kM, kRows, true, false, D>;
     const int64_t parts = (may_read ? bytes + kBytes - 1 : bytes) / kBytes, rest = bytes - parts * kBytes;
-    run(decoder, rows, 0, parts, rows[0] + kRowsAhead<kM, D> * bytes, q[0], to);
+    run(decoder, rows, 0, parts, rows[0] + kRowsAhead<kM, kRows> * bytes, q[0], to);
     if (rest <= 0) return;
     // The last bytes of the rows, copied so that kBytes can be read.
     uint8_t ends[kRows][kBytes] = {};
@@ -167,12 +179,12 @@ struct FastRows {
 };
 
 // sums (kM, width) = x times the stored rows [begin, end)
-template <int kM, typename D>
+template <int kM, int kRows, typename D>
 bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, const FewRows& x, int64_t begin,
                  int64_t end, float* sums) {
   const int64_t row_bytes = w.w.row_bytes, width = sums_width(kM, round_up(row_bytes, kTileBytes) * D::kPerByte);
   int32_t* partial = buffer<int32_t>(Scratch::task_panel, kM * width);
-  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kFastGroup<kM, D> * row_bytes : 1);
+  uint8_t* codes = buffer<uint8_t>(Scratch::task_codes, w.joined() ? kRows * row_bytes : 1);
   if (partial == nullptr || codes == nullptr) return false;
   memset(sums, 0, static_cast<size_t>(kM * width) * 4);
   for (int64_t block = begin; block < end;) {
@@ -183,10 +195,10 @@ bool fast_stream(const D& decoder, const FastTiling& tiling, const Matrix& w, co
     for (int m = 0; kSeeded<D> && m < kM; ++m) {
       for (int64_t r = block; r < block_end; ++r) seeds[m] -= decoder.offset() * x.q[m * x.step + r];
     }
-    for (int64_t row = block; row < block_end; row += kFastGroup<kM, D>) {
-      const int64_t count = min(kFastGroup<kM, D>, block_end - row), after = row + count;
+    for (int64_t row = block; row < block_end; row += kRows) {
+      const int64_t count = min(kRows, block_end - row), after = row + count;
       if (tiling.blocked) w.prefetch_scales(block / w.w.row_span + 1, row - block, after - block, w.w.row_span);
-      FastRows<kM, D> rows(x, row, count, w.rows<D>(row, count, codes), row_bytes);
+      FastRows<kM, kRows, D> rows(x, row, count, w.rows<D>(row, count, codes), row_bytes);
       // kBytes from the last byte of a row on are in the rows that follow.
       const bool may_read = !w.joined() && (w.w.rows - after) * row_bytes >= kBytes;
       rows.add(decoder, row_bytes, may_read, row == block, after == block_end, to);
@@ -208,7 +220,9 @@ bool fast_first(const D& decoder, const Matmul& p, const FastTiling& tiling, con
   parallel.each(shares.count, [&](int64_t t) {
     const int64_t begin = shares.begins[t] * unit, end = min(p.k, shares.begins[t + 1] * unit);
     with_constant<kFewRows>(p.m, [&](auto m) {
-      if (fast_stream<m.value>(decoder, tiling, w, x, begin, end, sums + t * size)) return;
+      const auto run = w.w.row_bytes <= kShortBytes ? fast_stream<m.value, kShortGroup<m.value, D>, D>
+                                                    : fast_stream<m.value, kFastGroup<m.value, D>, D>;
+      if (run(decoder, tiling, w, x, begin, end, sums + t * size)) return;
       __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
     });
   });
