@@ -6,9 +6,10 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-constexpr int64_t kDotAhead = 2048;  // bytes of stored rows to prefetch ahead
-constexpr int64_t kPartX = 24576;    // bytes of x that stay in L1, beside stored rows and their scales
-constexpr int64_t kPartRows = 32;    // stored rows whose parts are multiplied in turn
+constexpr int64_t kDotAhead = 2048;   // bytes of stored rows to prefetch ahead
+constexpr int64_t kPartAhead = 8192;  // the same if parts of them are read: hardware does not foresee them
+constexpr int64_t kPartX = 24576;     // bytes of x that stay in L1, beside stored rows and their scales
+constexpr int64_t kPartRows = 32;     // stored rows whose parts are multiplied in turn
 
 // The columns of a part, a multiple of `unit` if there are several: x takes `x_bytes` in all.
 inline int64_t part_columns(int64_t columns, int64_t unit, int64_t x_bytes) {
@@ -69,7 +70,7 @@ LOWBIT_INLINE void each_part(const Matrix& w, int64_t begin, int64_t end, int64_
   const int64_t row_bytes = w.w.row_bytes, bytes = columns / D::kPerByte;
   const bool whole = columns >= w.w.columns;
   const int64_t most = !whole ? kPartRows : scales != nullptr ? max(scales->at_once(), kRows) : kRows;
-  const int64_t rows_ahead = min(round_up(max(kDotAhead / max(bytes, 1), 1), kRows), kPartRows);
+  const int64_t rows_ahead = min(round_up(max(kPartAhead / max(bytes, 1), 1), kRows), kPartRows);
   Part<kRows> part;
   for (int64_t row = begin, rows; row < end; row += rows) {
     rows = min(most, end - row);
@@ -78,6 +79,11 @@ LOWBIT_INLINE void each_part(const Matrix& w, int64_t begin, int64_t end, int64_
       part.columns = min(columns, w.w.columns - part.column);
       part.last = part.column + part.columns == w.w.columns;
       for (part.of = 0; part.of < rows; part.of += kRows) {
+        if (scales != nullptr && !whole) {
+          const int64_t done = part.column * rows + part.of * part.columns;
+          w.prefetch_scales(row + rows, done, done + min(kRows, rows - part.of) * part.columns, w.w.columns * rows,
+                            rows);
+        }
         part.row = row + part.of;
         part.rows = min(kRows, rows - part.of);
         const int64_t byte = part.column / D::kPerByte;

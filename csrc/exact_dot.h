@@ -24,6 +24,16 @@ inline bool dot_fits(const Weights& w, int64_t m) {
 template <int kM>
 constexpr int kDotStored = kRegisters < 32 || kM == 1 ? 1 : 2;
 
+// GCC 12 would load x again for each of several stored rows.
+template <int kRows>
+LOWBIT_INLINE F load_once(const float* from) {
+  F a = load(from);
+#if defined(LOWBIT_AVX512)
+  if (kRows > 1) asm("" : "+v"(a));
+#endif
+  return a;
+}
+
 // total[r][m] += x[m] * levels * scales[r] of a part of some stored rows; x is [line][row][kLine] in the decoder's
 // order. A line has kBlocks scales, of which the last may be that of the next lines, too; none are used if it is 0.
 template <int kM, int kBlocks, int kRows, typename D>
@@ -54,18 +64,22 @@ LOWBIT_INLINE void add_part(const D& decoder, const Part<kRows>& part, const flo
         for (int i = 0; kScaleLevels && i < kEach; ++i) v[r][b * kEach + i] *= scale[r];
       }
       for (int m = 0; m < kM; ++m) {
-        F of_x[kEach];
-        for (int i = 0; i < kEach; ++i) of_x[i] = load(x + m * kLine + (b * kEach + i) * kLanes);
-        for (int r = 0; r < kRows; ++r) {
-          const F* levels = v[r] + b * kEach;
-          if (kScaleSums) {
+        const float* at = x + m * kLine + b * kEach * kLanes;
+        if (kScaleSums) {
+          F of_x[kEach];
+          for (int i = 0; i < kEach; ++i) of_x[i] = load_once<kRows>(at + i * kLanes);
+          for (int r = 0; r < kRows; ++r) {
+            const F* levels = v[r] + b * kEach;
             F sum = levels[0] * of_x[0];
             for (int i = 1; i < kEach; ++i) sum = fma(levels[i], of_x[i], sum);
             sums[r][m][b % kChains] = fma(sum, scale[r], sums[r][m][b % kChains]);
-          } else {
-            for (int i = 0; i < kEach; ++i) {
+          }
+        } else {
+          for (int i = 0; i < kEach; ++i) {
+            const F of_x = load_once<kRows>(at + i * kLanes);
+            for (int r = 0; r < kRows; ++r) {
               F& sum = sums[r][m][(b * kEach + i) % kChains];
-              sum = fma(levels[i], of_x[i], sum);
+              sum = fma(v[r][b * kEach + i], of_x, sum);
             }
           }
         }
