@@ -10,6 +10,7 @@ constexpr int64_t kDotAhead = 2048;   // bytes of stored rows to prefetch ahead
 constexpr int64_t kPartAhead = 8192;  // the same if parts of them are read: hardware does not foresee them
 constexpr int64_t kPartX = 24576;     // bytes of x that stay in L1, beside stored rows and their scales
 constexpr int64_t kPartRows = 32;     // stored rows whose parts are multiplied in turn
+constexpr int64_t kDotAgain = 64;     // stored rows that stay in L2 for the next rows of x
 
 // The columns of a part, a multiple of `unit` if there are several: x takes `x_bytes` in all.
 inline int64_t part_columns(int64_t columns, int64_t unit, int64_t x_bytes) {

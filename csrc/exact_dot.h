@@ -6,8 +6,6 @@
 
 namespace lowbit::LOWBIT_ISA {
 
-constexpr int64_t kDotAgain = 64;  // stored rows that stay in L2 for the next rows of x
-
 // Blocks of one or two vectors, several in a line. The decoder's order keeps 16 columns together.
 inline bool short_blocks(const Weights& w) {
   return w.col_span < kLine && w.col_span % 16 == 0 && kLine % w.col_span == 0 && w.col_span < w.columns;

@@ -24,17 +24,20 @@ constexpr bool kNextFits = kM == 1 || kRows <= 8;
 template <int kM, int kRows>
 constexpr int64_t kRowsAhead = (kNextFits<kM, kRows> ? 1 : 2) * kRows;
 
+// Rows of x against the last axis of bytes, kFewRows at a time: transposing a panel takes longer.
+constexpr int kFewTiles = kFewRows > 1 ? 8 : 1;
+
 template <typename D>
 bool few_rows_fit(const Matmul& p, const FastTiling& tiling) {
-  if (p.m > kFewRows) return false;
+  if (p.m > (p.contract_last && D::kPerByte == 1 ? kFewTiles : 1) * kFewRows) return false;
   return !p.contract_last || !tiling.blocked || tiling.span % (kBytes * D::kPerByte) == 0 || short_spans<D>(tiling);
 }
 
-// x in int8: its rows, and their seeds and scales [block][m].
+// Some rows of x in int8, and their scales [block][row].
 struct FewRows {
+  int64_t first, count;
   const int8_t* q;
   int64_t step;  // between rows
-  const int32_t* seeds;
   const float* scales;
 };
 
@@ -269,9 +272,19 @@ __attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tili
     F totals[1][kM];
     sums.load_to(totals, part);
     for (int64_t left = ceil_div(part.columns, D::kPerByte); left > 0; ++at) {
-      I sum[kM] = {};
-      for (int m = 0; kSeeded<D> && m < kM; ++m) sum[m][0] = x.seeds[at * kM + m];
-      for (int64_t c = 0; c < span && left > 0; c += kCodes, left -= kBytes) {
+      // Two sums of each row of x, so that additions need not wait for each other.
+      I sum[kM] = {}, other[kM] = {};
+      for (int m = 0; kSeeded<D> && m < kM; ++m) sum[m] = load_as<I>(x.seeds + (at * kM + m) * kLanes);
+      int64_t c = 0;
+      for (; c + 2 * kCodes <= span && left >= 2 * kBytes; c += 2 * kCodes, left -= 2 * kBytes) {
+        for (int i = 0; i < 2 * kBytes; i += 64) prefetch(ahead + i);
+        add_dots_of(decoder, sum, load_as<Bytes>(bytes), q);
+        add_dots_of(decoder, other, load_as<Bytes>(bytes + kBytes), q + kM * kCodes);
+        bytes += 2 * kBytes;
+        ahead += 2 * kBytes;
+        q += 2 * kM * kCodes;
+      }
+      for (; c < span && left > 0; c += kCodes, left -= kBytes) {
         prefetch(ahead);
         if (left >= kBytes) {
           add_dots_of(decoder, sum, load_as<Bytes>(bytes), q);
@@ -284,6 +297,7 @@ __attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tili
         ahead += kBytes;
         q += kM * kCodes;
       }
+      for (int m = 0; m < kM; ++m) sum[m] += other[m];
       for (int m = 0; m < kM; ++m) {
         totals[0][m] = fma(to_float(sum[m]), broadcast(x.scales[at * kM + m] * *scale), totals[0][m]);
       }
@@ -297,34 +311,45 @@ __attribute__((noinline)) void fast_dots(const D& shared, const FastTiling& tili
 }
 
 template <typename D>
-bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FewRows& rows,
-               float* y, const Parallel& parallel) {
+bool fast_last(const D& decoder, const Matmul& p, const FastTiling& tiling, const Matrix& w, const FewRows* x,
+               int64_t tiles, float* y, const Parallel& parallel) {
   constexpr int64_t kPer = D::kPerByte, kCodes = kBytes * kPer;
-  const int64_t padded = round_up(p.k, kCodes), lanes = padded / (4 * kPer), spread = 2 * max(lanes, tiling.spans);
-  float* for_spans = buffer<float>(Scratch::call_sums, p.m * (spread + padded / 4));
-  if (for_spans == nullptr) return false;
-  int8_t* q = reinterpret_cast<int8_t*>(for_spans + p.m * spread);
-  for (int64_t m = 0; m < p.m; ++m) {
-    for (int64_t k = 0; k < padded; k += kCodes) {
-      int8_t part[kCodes] = {};
-      memcpy(part, rows.q + m * rows.step + k, static_cast<size_t>(min(kCodes, p.k - k)));
-      int8_t* to = q + k * p.m + m * kCodes;
-      for (int i = 0; i < kPer; ++i) {
-        for (int b = 0; b < kBytes; ++b) to[i * kBytes + b] = part[b * kPer + i];
+  const int64_t padded = round_up(p.k, kCodes), lanes = padded / (4 * kPer), spread = 2 * lanes;
+  float* packed = buffer<float>(Scratch::call_sums, p.m * (spread + padded / 4));
+  if (packed == nullptr) return false;
+  DotX dots[kFewTiles];
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const FewRows& rows = x[tile];
+    float* for_spans = packed + rows.first * (spread + padded / 4);
+    int8_t* q = reinterpret_cast<int8_t*>(for_spans + rows.count * spread);
+    for (int64_t m = 0; m < rows.count; ++m) {
+      for (int64_t k = 0; k < padded; k += kCodes) {
+        int8_t part[kCodes] = {};
+        memcpy(part, rows.q + m * rows.step + k, static_cast<size_t>(min(kCodes, p.k - k)));
+        int8_t* to = q + k * rows.count + m * kCodes;
+        for (int i = 0; i < kPer; ++i) {
+          for (int b = 0; b < kBytes; ++b) to[i * kBytes + b] = part[b * kPer + i];
+        }
       }
     }
+    dots[tile] = spread_x(decoder, tiling, q, rows.scales, rows.count, lanes, for_spans);
   }
-  const DotX x = spread_x<D>(p, tiling, {q, rows.seeds, rows.scales}, lanes, for_spans);
   const Shares shares(p.n, parallel.threads(), ceil_div(kShareWork, p.m * p.k));
   bool enough_memory = true;
   parallel.each(shares.count, [&](int64_t t) {
     float* held = buffer<float>(Scratch::task_scales, RowScales::buffer_size(p.w));
     uint8_t* joined = buffer<uint8_t>(Scratch::task_codes, w.joined() ? p.k : 1);
     if (held == nullptr || joined == nullptr) return __atomic_store_n(&enough_memory, false, __ATOMIC_RELAXED);
-    with_constant<kFewRows>(p.m, [&](auto m) {
-      const auto run = short_spans<D>(tiling) ? short_dots<m.value, D> : fast_dots<m.value, D>;
-      run(decoder, tiling, w, x, shares.begins[t], shares.begins[t + 1], held, joined, y, p.n);
-    });
+    const int64_t share_end = shares.begins[t + 1], again = tiles == 1 ? share_end : kDotAgain;
+    for (int64_t n = shares.begins[t], end; n < share_end; n = end) {
+      end = min(n + again, share_end);
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        with_constant<kFewRows>(x[tile].count, [&](auto m) {
+          const auto run = short_spans<D>(tiling) ? short_dots<m.value, D> : fast_dots<m.value, D>;
+          run(decoder, tiling, w, dots[tile], n, end, held, joined, y + x[tile].first * p.n, p.n);
+        });
+      }
+    }
   });
   return enough_memory;
 }
@@ -337,13 +362,21 @@ bool matmul_few_rows(const D& decoder, const Matmul& p, const FastTiling& tiling
     if (scales == nullptr) return false;
     int32_t* seeds = reinterpret_cast<int32_t*>(scales + blocks);
     int8_t* q = reinterpret_cast<int8_t*>(seeds + spans);
-    for (int64_t m = 0; m < p.m; ++m) {
-      quantize_row(decoder, tiling, x + m * p.k, p.k, m, p.m, q + m * padded, seeds, scales);
+    const int64_t tiles = ceil_div(p.m, kFewRows);
+    FewRows rows[kFewTiles];
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = p.m * tile / tiles, count = p.m * (tile + 1) / tiles - first;
+      int32_t* of_spans = seeds + first * tiling.spans;
+      float* of_blocks = scales + first * tiling.blocks;
+      rows[tile] = {first, count, q + first * padded, padded, of_blocks};
+      for (int64_t m = 0; m < count; ++m) {
+        int8_t* to = q + (first + m) * padded;
+        quantize_row(decoder, tiling, x + (first + m) * p.k, p.k, m, count, to, of_spans, of_blocks);
+      }
     }
     const Matrix w(p.w, layer);
-    const FewRows rows{q, padded, seeds, scales};
-    return p.contract_last ? fast_last(decoder, p, tiling, w, rows, y, inner)
-                           : fast_first(decoder, p, tiling, w, rows, y, inner);
+    return p.contract_last ? fast_last(decoder, p, tiling, w, rows, tiles, y, inner)
+                           : fast_first(decoder, p, tiling, w, rows[0], y, inner);
   });
 }
 

@@ -49,36 +49,43 @@ LOWBIT_INLINE Bytes level_bytes(const D& decoder, Bytes codes) {
   }
 }
 
-// Some rows of x in int8: [kBytes of a stored row][row][code of a byte][byte]. Seeds and scales are [span][row], or
-// [kBytes of a stored row][row][lane] if spans are short.
+// Some rows of x in int8: [kBytes of a stored row][row][code of a byte][byte]. Seeds are [span][row][lane] and scales
+// [span][row], or both [kBytes of a stored row][row][lane] if spans are short. A lane's seed is for its own codes:
+// floats would round the offsets that cancel between lanes.
 struct DotX {
   const int8_t* q;
   const int32_t* seeds;
   const float* scales;
 };
 
-// Spreads the scales of blocks (and seeds of short spans) in a buffer of 2 * p.m * max(spans, lanes) floats.
+// Makes seeds of the packed q, and spreads the scales of blocks, in a buffer of 2 * rows * lanes floats.
 template <typename D>
-DotX spread_x(const Matmul& p, const FastTiling& tiling, const DotX& x, int64_t lanes, float* to) {
-  const int64_t per_block = tiling.block / tiling.span;
-  if (!short_spans<D>(tiling)) {
-    for (int64_t b = 0; b < tiling.spans; ++b)
-      memcpy(to + b * p.m, x.scales + b / per_block * p.m, p.m * sizeof(float));
-    return {x.q, x.seeds, to};
+DotX spread_x(const D& decoder, const FastTiling& tiling, const int8_t* q, const float* scales, int64_t rows,
+              int64_t lanes, float* to) {
+  const bool is_short = short_spans<D>(tiling);
+  const int64_t per_block = tiling.block / tiling.span, vectors = lanes / kLanes, per_span = lanes_of<D>(tiling);
+  int32_t* seeds = reinterpret_cast<int32_t*>(to + rows * lanes);
+  memset(to, 0, static_cast<size_t>(rows * lanes) * 8);
+  const Bytes offsets = Bytes{} + static_cast<uint8_t>(decoder.offset());
+  for (int64_t v = 0; kSeeded<D> && v < vectors; ++v) {
+    for (int64_t m = 0; m < rows; ++m) {
+      const int8_t* from = q + (v * rows + m) * kBytes * D::kPerByte;
+      int32_t* of_lanes = seeds + ((is_short ? v : v * kLanes / per_span) * rows + m) * kLanes;
+      I sum{};
+      for (int i = 0; i < D::kPerByte; ++i) add_dots<D::kSmall>(sum, offsets, load_as<I>(from + i * kBytes));
+      store_as(of_lanes, load_as<I>(of_lanes) - sum);
+    }
   }
-  const int64_t per_span = lanes_of<D>(tiling);
-  int32_t* seeds = reinterpret_cast<int32_t*>(to + p.m * lanes);
-  memset(to, 0, static_cast<size_t>(p.m * lanes) * 8);
-  for (int64_t m = 0; m < p.m; ++m) {
-    const auto at = [&](int64_t lane) { return (lane / kLanes * p.m + m) * kLanes + lane % kLanes; };
-    for (int64_t b = 0; b < tiling.spans; ++b) {
-      seeds[at(b * per_span)] = x.seeds[b * p.m + m];
-      for (int64_t i = b * per_span; i < min((b + 1) * per_span, lanes); ++i) {
-        to[at(i)] = x.scales[b / per_block * p.m + m];
+  for (int64_t b = 0; b < tiling.spans; ++b) {
+    for (int64_t m = 0; m < rows; ++m) {
+      const float scale = scales[b / per_block * rows + m];
+      if (!is_short) to[b * rows + m] = scale;
+      for (int64_t i = b * per_span; is_short && i < min((b + 1) * per_span, lanes); ++i) {
+        to[(i / kLanes * rows + m) * kLanes + i % kLanes] = scale;
       }
     }
   }
-  return {x.q, seeds, to};
+  return {q, seeds, to};
 }
 
 // sum[m] += the codes of kBytes times x

@@ -262,11 +262,13 @@ def rounded_to_int8(x, block):
     return rounded
 
 
-def fast_case(target, format, contract, span, m, k, n, *, block=None, index=(0,), x_type=None, y_type=None, **options):
+def fast_case(
+    target, format, contract, span, m, k, n, *, mean=0, block=None, index=(0,), x_type=None, y_type=None, **options
+):
     rows, columns = (n, k) if contract else (k, n)
     spans = (1, span) if contract else (span, 1)
     stored = Stored(format, 1 if index == (0,) else 3, rows, columns, *spans, **options)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((len(index), m, k)), x_type or jnp.float32)
+    x = jnp.asarray(mean + np.random.default_rng(1).standard_normal((len(index), m, k)), x_type or jnp.float32)
     y_type = y_type or jnp.float32
     if format.startswith("fp8"):  # runs as exact
         of = (target, format, contract, spans, m, k, n)
@@ -327,6 +329,12 @@ def test_fast_matmul_of_few_rows(target, rows):
             *(fast_case(target, format, 0, 32, rows, 256, 4096) for format in ("q4", "int8")),
         ]
     )
+
+
+def test_offsets_of_levels_cancel_as_integers(target):
+    """Levels are multiplied with an offset, whose products are much larger than the result if x has one sign."""
+    cases = itertools.product(("q3", "q4", "ternary"), (0, 1), (0, 32, 128), (1, 4, 9))
+    check_together(fast_case(target, format, contract, span, m, 700, 65, mean=5) for format, contract, span, m in cases)
 
 
 def test_fast_matmul_with_scales_in_eight_bits(target):
