@@ -29,7 +29,8 @@ class RowScales {
   // How many rows to decode at once if they are read one after the other.
   int64_t at_once() const { return later_ ? min(kRows, max(kAtOnce / w_.w.scale_cols, 1)) : 1; }
 
-  LOWBIT_INLINE void set(int64_t row, int64_t rows) {
+  // Not inlined: decoding is much code, and runs once for many products.
+  __attribute__((noinline)) void set(int64_t row, int64_t rows) {
     const int64_t columns = w_.w.scale_cols;
     first_ = row;
     if (later_) {

@@ -52,13 +52,29 @@ LOWBIT_INLINE void add_part(const D& decoder, const Part<kRows>& part, const flo
       for (int i = 0; i < kChains; ++i) sums[r][m][i] = zero();
     }
   }
-  const auto add = [&](const uint8_t* const line[kRows], int last) {
+  PaddedLine<D> padded[kRows];
+  float last_scales[kRows][kVectors];
+  const int64_t lines = block / kLine;
+  int64_t in_block = kBlocks == 1 ? part.column / kLine % lines : 0;
+  for (int64_t columns = part.columns; columns > 0; columns -= kLine, x += kM * kLine) {
+    if (columns < kLine) {
+      for (int r = 0; r < kRows; ++r) {
+        padded[r] = PaddedLine<D>(bytes[r], columns);
+        bytes[r] = padded[r].bytes;
+        if (kBlocks == 0) continue;
+        for (int64_t b = 0; b < kBlocks; ++b) last_scales[r][b] = scales[r][min(b, (columns - 1) / (kEach * kLanes))];
+        scales[r] = last_scales[r];
+      }
+    }
     F v[kRows][kVectors];
-    for (int r = 0; r < kRows; ++r) decoder.decode(line[r], v[r]);
+    for (int r = 0; r < kRows; ++r) {
+      prefetch(ahead[r]);
+      decoder.decode(bytes[r], v[r]);
+    }
     for (int b = 0; b < kVectors / kEach; ++b) {
       F scale[kRows];
       for (int r = 0; kBlocks > 0 && r < kRows; ++r) {
-        scale[r] = broadcast(scales[r][b < last ? b : last]);
+        scale[r] = broadcast(scales[r][b]);
         for (int i = 0; kScaleLevels && i < kEach; ++i) v[r][b * kEach + i] *= scale[r];
       }
       for (int m = 0; m < kM; ++m) {
@@ -83,13 +99,6 @@ LOWBIT_INLINE void add_part(const D& decoder, const Part<kRows>& part, const flo
         }
       }
     }
-    x += kM * kLine;
-  };
-  const int64_t lines = block / kLine;
-  int64_t columns = part.columns, in_block = kBlocks == 1 ? part.column / kLine % lines : 0;
-  for (; columns >= kLine; columns -= kLine) {
-    for (int r = 0; r < kRows; ++r) prefetch(ahead[r]);
-    add(bytes, kBlocks);
     const bool next = kBlocks == 1 && ++in_block == lines;
     if (next) in_block = 0;
     for (int r = 0; r < kRows; ++r) {
@@ -98,14 +107,6 @@ LOWBIT_INLINE void add_part(const D& decoder, const Part<kRows>& part, const flo
       if (kBlocks > 1) scales[r] += kBlocks;
       if (next) ++scales[r];
     }
-  }
-  if (columns > 0) {
-    PaddedLine<D> padded[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      padded[r] = PaddedLine<D>(bytes[r], columns);
-      bytes[r] = padded[r].bytes;
-    }
-    add(bytes, static_cast<int>((columns - 1) / (kEach * kLanes)));
   }
   for (int r = 0; r < kRows; ++r) {
     for (int m = 0; m < kM; ++m) {
